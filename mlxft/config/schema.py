@@ -1,0 +1,102 @@
+"""The shape of a run's configuration: one dataclass a group, each key with its type and default.
+
+A key that is None by default is decided later and said in the log: `adapter.rank` becomes 8, or
+the rank of the adapter in `adapter.init_from`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING  # a folder or a hub id
+    revision: Optional[str] = None  # a hub branch, tag or commit
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+
+
+@dataclass
+class DataConfig:
+    train: Any = None  # a file, several files, or "bundled:NAME"
+    valid: Any = None
+    format: str = "auto"  # auto | messages | completion | text | tokens
+    max_length: int = 2048  # tokens of a row
+    truncate: str = "prompt_left"  # prompt_left | right | drop | error
+    batch_size: int = 4  # rows of a micro-batch
+    shuffle: bool = True
+    train_on: str = "assistant"  # assistant | last_assistant | all
+    columns: dict[str, str] = field(default_factory=dict)  # {our name: their name}
+
+
+@dataclass
+class TrainerConfig:
+    objective: str = "sft"
+    layout: str = "padded"
+    gradient: str = "auto"  # auto | whole | checkpoint
+    max_steps: Optional[int] = None  # optimiser steps; wins over epochs
+    epochs: float = 1.0
+    accumulate: int = 1  # micro-batches of an optimiser step
+    seed: int = 0
+    clip_norm: float = 1.0  # 0 turns clipping off
+    deterministic: bool = False
+    eval_every: int = 0  # optimiser steps; 0: at the end only, when there is validation data
+    save_every: int = 0  # optimiser steps; 0: at the end only
+    keep: Any = 2  # checkpoints kept: a number or "all"
+    save_only_adapter: bool = False
+    resume: str = "none"  # none | auto | a run's folder or a checkpoint's folder
+    patience: int = 0  # validations without improvement before stopping; 0: never stop early
+    min_delta: float = 0.0  # smallest fall of the validation loss that counts as improvement
+    log_memory: bool = False
+
+
+@dataclass
+class HeadConfig:
+    kind: str = "auto"  # auto | full | chunked
+    chunk: int = 1024  # supervised tokens whose logits exist at once
+
+
+@dataclass
+class AdapterConfig:
+    kind: str = "lora"  # lora | full
+    rank: Optional[int] = None  # None: 8, or init_from's
+    alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
+    dropout: float = 0.0
+    targets: Any = None  # names or patterns of linear layers; None: all of a block's
+    layers: Any = "all"  # "all", or the last N: "last 8"
+    init_from: Optional[str] = None  # an adapter's folder, mlx-lm's or PEFT's
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    bias_correction: bool = True
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = "cosine"  # constant | cosine | linear
+    warmup_steps: int = 0
+    final_ratio: float = 0.0  # the last learning rate over the highest
+
+
+@dataclass
+class RunConfig:
+    dir: Optional[str] = None  # None: runs/<recipe or objective>/<time>
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
