@@ -1,0 +1,147 @@
+"""Attention by pieces: causal calls without a mask array, linear in memory for sliding windows too.
+
+Shapes: B rows, N query heads, K key heads, Q queries, S keys, D head width, W window.
+"""
+
+from typing import Optional
+
+import mlx.core as mx
+
+from mlxft.backend import backend
+from mlxft.layouts.pieces import Layout, Piece
+
+# cuDNN's backward is linear in memory only for query counts that are multiples of this (MLX 0.32.4,
+# H200: 8,191 queries 30.6 ms and 6.8 GB, padded to 8,192 3.7 ms and 0.34 GB).
+FAST_MULTIPLE = 128
+FAST_HEAD_WIDTH = 128
+
+
+def attend(q, k, v, *, scale: float, layout: Layout, window: Optional[int] = None, sinks=None,
+           repeatable: bool = False) -> mx.array:
+    """Returns the attention output (B, N, length, D) of queries that see what `layout` lets them.
+
+    q: (B, N, length, D). k, v: (B, K, length, D). window: a query sees at most that many positions,
+    itself included. repeatable: same bits every time, also where the backend's own backward is not.
+    """
+    outputs = [_attend_piece(q, k, v, piece, scale=scale, window=window, sinks=sinks, repeatable=repeatable)
+               for piece in layout.pieces]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _attend_piece(q, k, v, piece: Piece, *, window, **how) -> mx.array:
+    q = q[:, :, piece.start:piece.stop]
+    k, v = (_ranges(x, piece.keys) for x in (k, v))
+    if window is None or window >= piece.num_keys:
+        return _causal(q, k, v, **how)
+    return _windowed(q, k, v, window=window, **how)
+
+
+def _ranges(x: mx.array, ranges) -> mx.array:
+    parts = [x[:, :, start:stop] for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
+    """One causal call, aligned to the lower right."""
+    if repeatable and backend() == "cuda":
+        return _composed_causal(q, k, v, scale, sinks)
+    extra = _fast_padding(q)
+    if not extra:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal", sinks=sinks)
+    # The same number of queries and keys at the end keeps the alignment, and no real query sees them.
+    pad = [(0, 0), (0, 0), (0, extra), (0, 0)]
+    out = mx.fast.scaled_dot_product_attention(
+        mx.pad(q, pad), mx.pad(k, pad), mx.pad(v, pad), scale=scale, mask="causal", sinks=sinks)
+    return out[:, :, :q.shape[2]]
+
+
+def _fast_padding(q: mx.array) -> int:
+    """How many queries to add so that the backend's linear backward applies; 0 where it never does."""
+    if backend() != "cuda" or q.dtype == mx.float32 or q.shape[-1] > FAST_HEAD_WIDTH:
+        return 0
+    return -q.shape[2] % FAST_MULTIPLE
+
+
+def _windowed(q, k, v, *, window: int, scale, sinks, repeatable) -> mx.array:
+    """Causal within a sliding window: blocks of W queries, each against two windows of keys.
+
+    All blocks but the first have the same mask (W, 2W) and go through one call.
+    """
+    num_queries, before = q.shape[2], k.shape[2] - q.shape[2]
+    if before > window:  # nobody sees further back
+        k, v = k[:, :, before - window:], v[:, :, before - window:]
+        before = window
+    first = min(window, num_queries)
+    how = dict(scale=scale, sinks=sinks, repeatable=repeatable)
+    out = _first_block(q[:, :, :first], k[:, :, :before + first], v[:, :, :before + first], window, how)
+    if first == num_queries:
+        return out
+    rest = _later_blocks(q[:, :, first:], k[:, :, before:], v[:, :, before:], window, how)
+    return mx.concatenate([out, rest], axis=2)
+
+
+def _first_block(q, k, v, window: int, how) -> mx.array:
+    if k.shape[2] <= window:
+        return _causal(q, k, v, **how)
+    row = mx.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
+    column = mx.arange(k.shape[2])[None]
+    return _masked(q, k, v, (column <= row) & (column > row - window), how)
+
+
+def _later_blocks(q, k, v, window: int, how) -> mx.array:
+    """q: (B, N, Q, D), the queries after the first W; k, v: (B, K, W + Q, D), from the block before on."""
+    rows, num_queries = q.shape[0], q.shape[2]
+    pad = [(0, 0), (0, 0), (0, -num_queries % window), (0, 0)]
+    q, k, v = (mx.pad(x, pad) for x in (q, k, v))
+    blocks = q.shape[2] // window
+    q = _fold(_split(q, window), rows * blocks)
+    k, v = (_fold(mx.concatenate([s[:, :, :-1], s[:, :, 1:]], axis=3), rows * blocks)
+            for s in (_split(k, window), _split(v, window)))
+    row, column = mx.arange(window)[:, None], mx.arange(2 * window)[None]
+    out = _masked(q, k, v, (column > row) & (column <= row + window), how)
+    out = out.reshape(rows, blocks, *out.shape[1:]).transpose(0, 2, 1, 3, 4)
+    return out.reshape(rows, out.shape[1], -1, out.shape[-1])[:, :, :num_queries]
+
+
+def _split(x: mx.array, window: int) -> mx.array:
+    """(B, heads, blocks * W, D) -> (B, heads, blocks, W, D)"""
+    return x.reshape(*x.shape[:2], -1, window, x.shape[-1])
+
+
+def _fold(x: mx.array, rows: int) -> mx.array:
+    """(B, heads, blocks, length, D) -> (B * blocks, heads, length, D)"""
+    return x.transpose(0, 2, 1, 3, 4).reshape(rows, x.shape[1], *x.shape[3:])
+
+
+def _masked(q, k, v, mask: mx.array, how) -> mx.array:
+    if how["repeatable"] and backend() == "cuda":
+        return _composed(q, k, v, mask, how["scale"], how["sinks"])
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=how["scale"], mask=mask, sinks=how["sinks"])
+
+
+def _composed_causal(q, k, v, scale, sinks, block: int = 512) -> mx.array:
+    """Causal attention from products and a softmax, in blocks of queries recomputed in the backward."""
+    before = k.shape[2] - q.shape[2]
+    outputs = []
+    for start in range(0, q.shape[2], block):
+        stop = min(start + block, q.shape[2])
+        row = mx.arange(start, stop)[:, None] + before
+        mask = mx.arange(before + stop)[None] <= row
+        part = mx.checkpoint(lambda q, k, v, mask=mask: _composed(q, k, v, mask, scale, sinks))
+        outputs.append(part(q[:, :, start:stop], k[:, :, :before + stop], v[:, :, :before + stop]))
+    return mx.concatenate(outputs, axis=2)
+
+
+def _composed(q, k, v, mask, scale, sinks) -> mx.array:
+    batch, heads, num_queries, width = q.shape
+    groups = k.shape[1]
+    q = (q * scale).reshape(batch, groups, heads // groups, num_queries, width)
+    scores = (q @ mx.expand_dims(k, 2).swapaxes(-1, -2)).astype(mx.float32)
+    scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
+    if sinks is None:
+        weights = mx.softmax(scores, axis=-1)
+    else:
+        sink = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, groups, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = mx.softmax(mx.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
+    out = weights.astype(v.dtype) @ mx.expand_dims(v, 2)
+    return out.reshape(batch, heads, num_queries, width)

@@ -1,0 +1,67 @@
+"""Log-probabilities from hidden states without keeping logits: the head in chunks of tokens.
+
+Shapes: M supervised tokens, H width, V vocabulary.
+    z = head(hidden) (M, V);  log p(y) = z[y] - logsumexp(z), reduced in float32
+A chunk's logits exist once in the forward and once more in the backward, which recomputes them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional, Union
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head that may be trained: `apply(params, hidden (M, H)) -> logits (M, V)`.
+
+    params: a tree of arrays that the gradient flows into; empty for a frozen head.
+    """
+
+    apply: Callable[[Any, mx.array], mx.array]
+    params: Any = field(default_factory=dict)
+
+
+def as_head(head: Union[Head, mx.array]) -> Head:
+    """Returns `head`, or the head that multiplies by the weight (V, H) it is given."""
+    if isinstance(head, Head):
+        return head
+    return Head(lambda params, hidden: hidden @ params["weight"].T, {"weight": head})
+
+
+def linear_logps(hidden: mx.array, head: Union[Head, mx.array], targets: mx.array,
+                 chunk: Optional[int] = None) -> mx.array:
+    """Returns the log-probability (M,) float32 in nats of each target under the head's logits.
+
+    hidden: (M, H). targets: (M,) integers in [0, V). chunk: tokens whose logits exist at once; None
+    makes all logits at once and keeps them for the backward, which is faster where they fit.
+    """
+    head = as_head(head)
+
+    def logps(params, hidden, targets):
+        # A recompute differentiates by all its inputs, and targets have no gradient.
+        return _token_logps(head.apply(params, hidden), mx.stop_gradient(targets))
+
+    if chunk is None:
+        return logps(head.params, hidden, targets)
+    recomputed = mx.checkpoint(logps)
+    parts = [recomputed(head.params, hidden[start:start + chunk], targets[start:start + chunk])
+             for start in range(0, targets.shape[0], chunk)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def linear_cross_entropy(hidden: mx.array, head: Union[Head, mx.array], targets: mx.array,
+                         weights: mx.array, chunk: Optional[int] = None) -> mx.array:
+    """Returns the scalar sum of weights (M,) times the negative log-probability of each target.
+
+    hidden: (M, H). targets: (M,). Other arguments as in `linear_logps`.
+    """
+    return -(weights * linear_logps(hidden, head, targets, chunk)).sum()
+
+
+def _token_logps(logits: mx.array, targets: mx.array) -> mx.array:
+    # On a GPU the fused op reads half-precision logits and reduces in float32 itself; the CPU's
+    # fallback reduces in the type of the logits.
+    if mx.default_device().type == mx.DeviceType.cpu:
+        logits = logits.astype(mx.float32)
+    return -mx.fast.cross_entropy(logits, targets).astype(mx.float32)

@@ -1,0 +1,98 @@
+"""The chunked head against TRL's and float64's numbers, and against hand-worked values."""
+
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlxft.losses import Head, linear_cross_entropy, linear_logps, sft_loss
+
+PARITY = Path(__file__).parent.parent / "parity"
+REL = 2e-5  # tests/parity/README.md, losses and gradients on `pairs`, CPU float32
+
+
+def relative(value, reference) -> float:
+    return float(np.abs(np.asarray(value) - reference).max() / np.abs(reference).max())
+
+
+def pairs():
+    """Hidden states, head, and the supervised positions of the 18 rows with their targets."""
+    data = np.load(PARITY / "pairs.npz")
+    mask = data["completion_mask"][:, 1:].astype(bool)
+    index = np.flatnonzero(mask)
+    targets = data["input_ids"][:, 1:].reshape(-1)[index]
+    hidden = data["hidden"][:, :-1].reshape(-1, data["hidden"].shape[-1])
+    return mx.array(hidden), mx.array(data["head_weight"]), mx.array(index), mx.array(targets)
+
+
+@pytest.mark.parametrize("chunk", [None, 7, 16, 1000])
+@pytest.mark.parametrize("variant", ["token_mean", "items_50"])
+def test_loss_and_gradients_equal_trl(variant, chunk):
+    reference = np.load(PARITY / "sft.npz")
+    hidden, weight, index, targets = pairs()
+    count = float(reference[f"{variant}.num_items"])
+
+    def loss(hidden, weight):
+        weights = mx.full(index.shape, 1.0 / count)
+        return linear_cross_entropy(hidden[index], weight, targets, weights, chunk)
+
+    value, (grad_hidden, grad_weight) = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    for source in ("trl", "exact"):
+        assert value.item() == pytest.approx(float(reference[f"{variant}.{source}.loss"]), rel=5e-6)
+        expected = reference[f"{variant}.{source}.grad_hidden"][:, :-1].reshape(hidden.shape)
+        assert relative(grad_hidden, expected) < REL
+        assert relative(grad_weight, reference[f"{variant}.{source}.grad_head_weight"]) < REL
+
+
+def test_token_log_probabilities_equal_float64():
+    hidden, weight, index, targets = pairs()
+    expected = np.load(PARITY / "sft.npz")["token_logps"].reshape(-1)[np.array(index)]
+    assert relative(linear_logps(hidden[index], weight, targets, 5), expected) < REL
+
+
+def test_a_uniform_head_gives_log_of_the_vocabulary():
+    logps = linear_logps(mx.zeros((3, 4)), mx.ones((10, 4)), mx.array([0, 5, 9]))
+    assert logps.tolist() == pytest.approx([-math.log(10)] * 3)
+
+
+def test_chunks_do_not_change_the_gradient_of_a_trained_quantised_head():
+    """A frozen quantised head with a trained low-rank part: gradients of both its arrays and the input."""
+    quantised = nn.QuantizedLinear.from_linear(nn.Linear(64, 50, bias=False), group_size=32, bits=4)
+    params = {"a": mx.random.normal((64, 3), key=mx.random.key(1)),
+              "b": mx.random.normal((3, 50), key=mx.random.key(2))}
+    hidden = mx.random.normal((11, 64), key=mx.random.key(3))
+    targets = mx.arange(11)
+
+    def loss(params, hidden, chunk):
+        head = Head(lambda p, h: quantised(h) + (h @ p["a"]) @ p["b"], params)
+        return linear_cross_entropy(hidden, head, targets, mx.ones(11), chunk)
+
+    whole = mx.grad(loss, argnums=(0, 1))(params, hidden, None)
+    parts = mx.grad(loss, argnums=(0, 1))(params, hidden, 4)
+    for one, other in zip((whole[0]["a"], whole[0]["b"], whole[1]), (parts[0]["a"], parts[0]["b"], parts[1])):
+        assert mx.abs(one).max().item() > 0
+        assert relative(other, np.array(one)) < 1e-6
+
+
+def test_chunks_keep_fewer_logits_in_memory():
+    """Forward and backward over 512 tokens x 4,096 entries: logits are 8 MiB, a chunk of 32 half a MiB."""
+    hidden, weight = mx.random.normal((512, 8)), mx.random.normal((4096, 8))
+    mx.eval(hidden, weight)
+    peaks = {}
+    for chunk in (None, 32):
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(mx.grad(lambda h: linear_cross_entropy(h, weight, mx.zeros(512, mx.int32), mx.ones(512), chunk))(hidden))
+        peaks[chunk] = mx.get_peak_memory() - before
+    assert peaks[None] > 8 * 2**20
+    assert peaks[32] < peaks[None] / 4
+
+
+def test_masked_tokens_cost_nothing_even_where_their_probability_is_zero():
+    logps = mx.array([[-1.5, -mx.inf], [-2.0, -0.5]])
+    loss = sft_loss(logps, mx.array([[True, False], [True, True]]))
+    assert loss.tolist() == [[1.5, 0.0], [2.0, 0.5]]
