@@ -100,3 +100,15 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass
+class GenerateConfig:
+    """The keys of `mlxft generate` beside those of the model and the adapter."""
+
+    prompt: str = MISSING
+    system: Optional[str] = None  # a system turn; None: what the model's own template puts there
+    max_tokens: int = 256  # tokens of the answer, at most
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_p: float = 1.0  # the share of probability that is drawn from
+    seed: int = 0
