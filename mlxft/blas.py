@@ -51,9 +51,7 @@ def _nothing_to_do() -> BlasStatus | None:
     if "mlx.core" in sys.modules:
         reason = "mlx was imported first; import mlxft before mlx to change that"
         return BlasStatus(False, "MLX's own BLAS", None, reason)
-    spec = importlib.util.find_spec("mlx")
-    files = [os.path.join(folder, "lib", "libmlx.so") for folder in (spec and spec.submodule_search_locations) or ()]
-    library = next(filter(os.path.exists, files), None)
+    library = _mlx_library()
     if library is None:
         return BlasStatus(False, "no BLAS", None, "MLX is not installed with a backend for Linux")
     needed = needed_libraries(library)
@@ -64,8 +62,16 @@ def _nothing_to_do() -> BlasStatus | None:
     process = ctypes.CDLL(None)
     if hasattr(process, "cblas_sgemm"):
         path = _file_of(process.cblas_sgemm)
-        return BlasStatus(True, _version(process) or path, path, "it was in the process before mlxft was imported")
+        reason = "it was in the process before mlxft was imported"
+        return BlasStatus(True, _version(process) or path, path, reason)
     return None
+
+
+def _mlx_library() -> str | None:
+    spec = importlib.util.find_spec("mlx")
+    folders = spec.submodule_search_locations if spec else ()  # a namespace package may lie in several
+    files = [os.path.join(folder, "lib", "libmlx.so") for folder in folders]
+    return next(filter(os.path.exists, files), None)
 
 
 def _load() -> BlasStatus:
@@ -154,7 +160,8 @@ def _compile(output: str) -> None:
 
     compilers = [path for path in map(shutil.which, _COMPILERS) if path]
     if not compilers:
-        raise _Unusable("scipy-openblas32 needs a C compiler once, and none of cc, gcc, g++, clang is in PATH")
+        names = ", ".join(_COMPILERS)
+        raise _Unusable(f"scipy-openblas32 needs a C compiler once, and PATH has none of {names}")
     for compiler in compilers:
         command = [compiler, "-shared", "-fPIC", "-nostdlib", "-o", output, _SHIM_SOURCE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -167,14 +174,13 @@ def _compile(output: str) -> None:
 
 
 def _packaged_library() -> str:
-    spec = importlib.util.find_spec("scipy_openblas32")  # found, not imported: that costs more than all of this
+    spec = importlib.util.find_spec("scipy_openblas32")  # not imported: that costs more than the rest
     if spec is None or spec.origin is None:
-        raise _Unusable("no OpenBLAS found: install the package scipy-openblas32, or the system's libopenblas")
-    folder = os.path.join(os.path.dirname(spec.origin), "lib")
-    names = sorted(name for name in os.listdir(folder) if name.startswith("libscipy_openblas") and ".so" in name)
-    if not names:
-        raise _Unusable(f"the package scipy-openblas32 has no library in {folder}")
-    return os.path.join(folder, names[0])
+        raise _Unusable("no OpenBLAS is installed: pip install scipy-openblas32, or the system's libopenblas")
+    library = os.path.join(os.path.dirname(spec.origin), "lib", "libscipy_openblas.so")
+    if not os.path.exists(library):
+        raise _Unusable(f"the package scipy-openblas32 lacks {library}")
+    return library
 
 
 def _cache_folder() -> str:
