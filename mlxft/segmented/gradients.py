@@ -1,0 +1,133 @@
+"""How a backward is run: whole or checkpointed, behind one signature.
+
+    gradient(params, inputs, layout) -> (loss, metrics, gradients)
+
+params: the model's trainable arrays as a tree; gradients: the same tree. The loss and metrics are the
+micro-batch's already weighted shares of its window's.
+"""
+
+from collections import OrderedDict
+from typing import Any, Callable, Optional, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxft.layouts.cache import TrainingCache
+from mlxft.layouts.pieces import Layout
+from mlxft.losses import Head
+from mlxft.models.decoder import DecoderView, State
+from mlxft.models.lora import dropout_keys
+
+# Called as observe(phase, arrays) after each phase of a step; evaluates the arrays.
+Observer = Callable[[str, Any], None]
+
+Result = tuple[mx.array, dict[str, mx.array], Any]
+
+# Compiled programs kept: one for each layout and set of shapes still in use.
+_MAX_PROGRAMS = 64
+
+
+class Objective(Protocol):
+    """What a gradient needs of an objective (training/objectives.py has them)."""
+
+    def loss(self, head: Head, hidden: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
+        """Returns the weighted loss and metrics of hidden states (B, T, H)."""
+
+
+class Gradient:
+    """Loss and gradients of a model's trainable arrays; `kind` is "whole" or "checkpoint".
+
+    compiled: trace each layout and set of shapes once. On a GPU that saves launching small kernels
+    one by one; on a CPU every new shape would cost a run of the C++ compiler. observe: told each phase's
+    arrays in turn (not with `compiled`, which leaves no phases to tell apart).
+    """
+
+    def __init__(self, view: DecoderView, objective: Objective, kind: str = "whole",
+                 compiled: bool = False, repeatable: bool = False, observe: Optional[Observer] = None):
+        self.view = view
+        self.objective = objective
+        self.repeatable = repeatable
+        self.compiled = compiled
+        self.observe = observe
+        self._run_layers = {"whole": _run_plain, "checkpoint": _run_checkpointed}[kind]
+        self._programs: OrderedDict[tuple, Callable] = OrderedDict()
+
+    def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
+        model = self.view.model
+        try:
+            with self.view.active():
+                (loss, metrics, hidden), gradients = self._program(inputs, layout)(params, inputs)
+        finally:
+            model.update(params)  # tracing left its placeholders on the modules
+        if self.observe:
+            for phase, arrays in (("forward", hidden), ("head", loss), ("backward", gradients)):
+                self.observe(phase, arrays)
+        return loss, metrics, gradients
+
+    def _program(self, inputs: dict[str, mx.array], layout: Layout) -> Callable:
+        # Everything that tracing reads from Python is in the key; weights and keys are inputs.
+        if not self.compiled:
+            return self._differentiated(layout)
+        shapes = tuple((name, tuple(array.shape)) for name, array in sorted(inputs.items()))
+        key = (layout, shapes)
+        if key not in self._programs:
+            self._programs[key] = mx.compile(self._differentiated(layout))
+            if len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def _differentiated(self, layout: Layout) -> Callable:
+        cache = TrainingCache(layout, repeatable=self.repeatable)
+
+        def loss(params, inputs):
+            self.view.model.update(params)
+            hidden = hidden_states(self.view, inputs["tokens"], cache, self._run_layers)
+            value, metrics = self.objective.loss(trained_head(self.view), hidden, inputs)
+            return value, metrics, hidden if self.observe else ()
+
+        def with_dropout(params, inputs):
+            # The recompute of a checkpoint is traced within this call, so it sees the same key.
+            with dropout_keys(inputs.get("dropout_key")):
+                return mx.value_and_grad(loss)(params, inputs)
+
+        return with_dropout
+
+
+def trained_head(view: DecoderView) -> Head:
+    """Returns the head with its trainable arrays as they are on the module now."""
+    return Head(view.head, view.head_module.trainable_parameters())
+
+
+def hidden_states(view: DecoderView, tokens: mx.array, cache: TrainingCache,
+                  run_layers: Optional[Callable] = None) -> mx.array:
+    """Returns what the head reads, (B, T, H), for tokens (B, T)."""
+    state = (run_layers or _run_plain)(view, view.embed(tokens), cache)
+    return view.finish(state)
+
+
+def _run_plain(view: DecoderView, state: State, cache: TrainingCache) -> State:
+    return view.run(state, 0, view.num_layers, cache)
+
+
+def _run_checkpointed(view: DecoderView, state: State, cache: TrainingCache) -> State:
+    """Runs the layers keeping only what enters each; the backward runs each again.
+
+    Layers below the first trainable array have no backward and are run as they are.
+    """
+    lowest = view.lowest_trainable()
+    state = view.run(state, 0, lowest, cache)
+    for index in range(lowest, view.num_layers):
+        state = _checkpointed_layer(view, index, cache)(view.layers[index].trainable_parameters(), state)
+    return state
+
+
+def _checkpointed_layer(view: DecoderView, index: int, cache: TrainingCache) -> Callable:
+    layer: nn.Module = view.layers[index]
+
+    def run(params, state):
+        # The arrays come in as arguments: read from the module they would count as constants.
+        layer.update(params)
+        return view.run(tuple(state), index, index + 1, cache)
+
+    return mx.checkpoint(run)

@@ -1,0 +1,179 @@
+"""The one loop: windows in, optimiser steps out; validation, guards, checkpoints and stops between."""
+
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Callable, Optional, Protocol, Sequence
+
+import mlx.core as mx
+
+from mlxft.config.schema import Config
+from mlxft.data.example import Batch
+from mlxft.errors import GuardStop, Interrupted
+from mlxft.training.checkpoint import CheckpointStore
+from mlxft.training.metrics import MetricsFile
+from mlxft.training.optimizer import learning_rate, state_arrays
+from mlxft.training.signals import StopRequest
+from mlxft.training.step import Stepper, WindowGradient
+from mlxft.training.windows import Windows
+
+log = logging.getLogger("mlxft")
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers beside arrays: plain numbers, the same after a resume."""
+
+    step: int = 0
+    tokens: int = 0
+    positions: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    validated_step: int = -1
+    best_loss: Optional[float] = None
+    best_step: Optional[int] = None
+    without_improvement: int = 0
+    last_loss: Optional[float] = None
+    seconds: float = 0.0
+
+
+class Screen(Protocol):
+    """Where a person follows the run (training/screen.py)."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Shows an optimiser step."""
+
+    def valid(self, record: dict[str, Any]) -> None:
+        """Shows a validation."""
+
+
+@dataclass
+class Loop:
+    """Everything a run needs; `run` takes it from `progress.step` to `total_steps`.
+
+    validate: returns the validation record, None without validation data. save_best: writes the
+    present adapter as the best one. checkpoint_extra: what else state.json has to hold.
+    """
+
+    config: Config
+    stepper: Stepper
+    windows: Windows
+    total_steps: int
+    metrics: MetricsFile
+    store: CheckpointStore
+    screen: Screen
+    stop: StopRequest
+    write_adapter: Callable
+    save_best: Callable[[], None]
+    validate: Optional[Callable[[], dict[str, Any]]] = None
+    checkpoint_extra: dict[str, Any] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+
+    def run(self) -> str:
+        """Trains to the end and returns "completed" or "early_stopped".
+
+        Raises: Interrupted after a signal, GuardStop after three non-finite steps in a row.
+        """
+        self._validate_if_due()
+        while self.progress.step < self.total_steps and not self._should_stop_early():
+            batches = self.windows.at(self.progress.step)
+            if not self._take_step(batches):
+                self._interrupted()
+            self._validate_if_due()
+            if self._is_due(self.config.trainer.save_every) or self.progress.step == self.total_steps:
+                self._save()
+            if self.stop() and self.progress.step < self.total_steps:
+                self._interrupted()
+        if self._should_stop_early():
+            log.info("stopped early: no improvement in %d validations", self.progress.without_improvement)
+            self._save()
+            return "early_stopped"
+        return "completed"
+
+    def _take_step(self, batches: Sequence[Batch]) -> bool:
+        """Takes one optimiser step; False if a stop was asked for within its window."""
+        began = time.perf_counter()
+        mx.reset_peak_memory()
+        step = self.progress.step
+        rate = learning_rate(step, self.total_steps, self.config.optimizer.lr, self.config.schedule)
+        window = self.stepper.window(batches, step)
+        if window is None:
+            return False
+        if window.is_finite:
+            self.stepper.apply(window, rate)
+        self._account(window, rate, time.perf_counter() - began)
+        return True
+
+    def _account(self, window: WindowGradient, rate: float, seconds: float) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.tokens += window.tokens
+        progress.positions += window.positions
+        progress.seconds += seconds
+        record = {"kind": "train", "step": progress.step, "loss": window.loss, "grad_norm": window.grad_norm,
+                  "lr": rate, "tokens": window.tokens, "positions": window.positions, **window.metrics,
+                  "seconds": seconds, "tokens_per_s": window.tokens / seconds, "peak_bytes": mx.get_peak_memory()}
+        if window.is_finite:
+            progress.skipped_in_a_row = 0
+            progress.last_loss = window.loss
+        else:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            record["skipped"] = progress.skipped
+        self.metrics.write(record)
+        self.screen.step(record)
+        if not window.is_finite:
+            self._guard(window)
+
+    def _guard(self, window: WindowGradient) -> None:
+        step = self.progress.step
+        log.warning("step %d skipped: loss %s, gradient norm %s; the weights are as before",
+                    step, window.loss, window.grad_norm)
+        if self.progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+            return
+        raise GuardStop(
+            f"stopped: the gradients of steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were not finite. None of "
+            f"them was applied and the checkpoints in {self.store.root} are intact. A lower optimizer.lr, "
+            "trainer.clip_norm above 0 or model.dtype=float32 may help; look at the rows of these steps too")
+
+    def _validate_if_due(self) -> None:
+        """Validates at the start, every eval_every steps and at the end, once each, resumed or not."""
+        progress, every = self.progress, self.config.trainer.eval_every
+        due = progress.step == self.total_steps or (every and progress.step % every == 0)
+        if self.validate is None or not due or progress.validated_step >= progress.step:
+            return
+        record = {"kind": "valid", "step": progress.step, **self.validate()}
+        progress.validated_step = progress.step
+        best = progress.best_loss
+        if math.isfinite(record["loss"]) and (best is None or record["loss"] < best - self.config.trainer.min_delta):
+            progress.best_loss, progress.best_step = record["loss"], progress.step
+            progress.without_improvement = 0
+            self.save_best()
+        else:
+            progress.without_improvement += 1
+        record["best"] = progress.best_step == progress.step
+        self.metrics.write(record)
+        self.screen.valid(record)
+
+    def _should_stop_early(self) -> bool:
+        patience = self.config.trainer.patience
+        return bool(patience) and self.progress.without_improvement >= patience
+
+    def _is_due(self, every: int) -> bool:
+        return bool(every) and self.progress.step % every == 0
+
+    def _save(self) -> None:
+        self.metrics.sync()
+        arrays = None if self.config.trainer.save_only_adapter else state_arrays(self.stepper.optimizer)
+        self.store.save({**asdict(self.progress), **self.checkpoint_extra}, arrays, self.write_adapter)
+
+    def _interrupted(self) -> None:
+        step = self.progress.step
+        latest = self.store.root / f"step-{step:06d}"
+        if step and not latest.exists():
+            self._save()
+        saved = f"saved step {step} in {latest}; go on with trainer.resume=auto" if step else "no step was done yet"
+        raise Interrupted(f"interrupted: {saved}", self.stop.signum)

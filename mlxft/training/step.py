@@ -1,0 +1,90 @@
+"""One optimiser step: a window's counts, its gradients added up, clipped, applied or skipped."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional, Sequence
+
+import mlx.core as mx
+import mlx.optimizers as optimizers
+from mlx.utils import tree_map
+
+from mlxft.data.example import Batch
+from mlxft.segmented.gradients import Gradient
+from mlxft.training.objectives import Sft
+from mlxft.training.optimizer import clip, global_norm
+from mlxft.training.windows import dropout_key_data
+
+
+@dataclass
+class WindowGradient:
+    """The loss, metrics and gradients of a whole window, and what it cost."""
+
+    loss: float
+    grad_norm: float
+    gradients: Any
+    tokens: int
+    positions: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass
+class Stepper:
+    """Computes and applies optimiser steps.
+
+    multiple: what numbers of targets are rounded up to. should_stop: asked between micro-batches; a
+    window that is left this way has changed nothing and is run again from its start.
+    """
+
+    objective: Sft
+    gradient: Gradient
+    optimizer: optimizers.Optimizer
+    clip_norm: float
+    seed: int
+    has_dropout: bool
+    multiple: int = 1
+    should_stop: Callable[[], bool] = lambda: False
+
+    def window(self, batches: Sequence[Batch], step: int) -> Optional[WindowGradient]:
+        """Returns the gradients of the window, or None when asked to stop before its end."""
+        params = self.gradient.view.model.trainable_parameters()
+        counts = self._counts(batches)
+        total = None
+        for micro, batch in enumerate(batches):
+            if self.should_stop():
+                return None
+            inputs, layout = self.objective.inputs(batch, counts, self.multiple)
+            if self.has_dropout:
+                inputs["dropout_key"] = mx.array(dropout_key_data(self.seed, step, micro))
+            loss, metrics, gradients = self.gradient(params, inputs, layout)
+            part = (loss, metrics, gradients)
+            total = part if total is None else tree_map(mx.add, total, part)
+            # Loss and gradients in one evaluation: separately, the forward is held or run twice.
+            mx.eval(total)
+        loss, metrics, gradients = total
+        norm = global_norm(gradients)
+        return WindowGradient(
+            loss=loss.item(), grad_norm=norm.item(), gradients=gradients, tokens=counts["tokens"],
+            positions=sum(batch.num_positions for batch in batches),
+            metrics={name: value.item() for name, value in metrics.items()})
+
+    def _counts(self, batches: Sequence[Batch]) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for batch in batches:
+            for name, count in self.objective.counts(batch).items():
+                totals[name] = totals.get(name, 0) + count
+        return totals
+
+    def apply(self, window: WindowGradient, learning_rate: float) -> None:
+        """Clips the window's gradients and updates the model with them."""
+        model = self.gradient.view.model
+        self.optimizer.learning_rate = learning_rate
+        gradients = clip(window.gradients, mx.array(window.grad_norm), self.clip_norm)
+        self.optimizer.update(model, gradients)
+        updated = (model.trainable_parameters(), self.optimizer.state)
+        if self.gradient.observe:
+            self.gradient.observe("optimiser", updated)
+        mx.eval(updated)

@@ -1,0 +1,45 @@
+"""Which rows every optimiser step sees, as a pure function of the step: a resume needs no more."""
+
+import math
+from dataclasses import dataclass
+from typing import Optional, Sequence
+
+import numpy as np
+
+from mlxft.data.batches import BatchOrder, collate
+from mlxft.data.example import Batch, Example
+
+_DROPOUT_STREAM = 2  # tells dropout's random numbers from those of the row order
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows in micro-batches, micro-batches in accumulation windows, one window an optimiser step.
+
+    The last window of an epoch may hold fewer micro-batches. multiple: see `collate`.
+    """
+
+    examples: Sequence[Example]
+    order: BatchOrder
+    accumulate: int
+    pad_id: int
+    multiple: int = 1
+
+    @property
+    def per_epoch(self) -> int:
+        return math.ceil(self.order.num_batches / self.accumulate)
+
+    def at(self, step: int) -> list[Batch]:
+        """Returns the micro-batches of the optimiser step `step`, counted from 0 over all epochs."""
+        epoch, window = divmod(step, self.per_epoch)
+        rows = self.order.epoch(epoch)[window * self.accumulate:(window + 1) * self.accumulate]
+        return [collate([self.examples[i] for i in batch], self.pad_id, self.multiple) for batch in rows]
+
+    def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
+        """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""
+        return max_steps if max_steps is not None else max(1, math.ceil(epochs * self.per_epoch))
+
+
+def dropout_key_data(seed: int, step: int, micro: int) -> np.ndarray:
+    """Returns the random key (2,) uint32 of one micro-batch; the same for every recompute of it."""
+    return np.random.SeedSequence([seed, _DROPOUT_STREAM, step, micro]).generate_state(2, np.uint32)

@@ -1,0 +1,144 @@
+"""What must not change loss or gradients: padding, batch against accumulation, the head, the backward."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlxft.config.schema import AdapterConfig
+from mlxft.data.batches import collate
+from mlxft.data.example import Batch, Example
+from mlxft.models.decoder import view
+from mlxft.models.load import load
+from mlxft.models.lora import apply_adapter
+from mlxft.segmented.gradients import Gradient
+from mlxft.training.objectives import HeadPlan, Sft
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model
+
+# float32, sums in another order: rounding of the largest entry.
+CLOSE = 1e-5
+SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request, tmp_path_factory):
+    """A decoder view of a tiny model with non-zero adapters; Gemma's windows of 8 are below the rows."""
+    folder = make_model(tmp_path_factory.mktemp("model"), request.param)
+    model, _ = load(str(folder), dtype="float32")
+    made = view(model)
+    apply_adapter(model, AdapterConfig(rank=4, dropout=0.3), seed=1)
+    fill_adapters(model)
+    return made
+
+
+def fill_adapters(model):
+    """B starts at zero, where half of all gradients are zero too."""
+    arrays = tree_flatten(model.trainable_parameters())
+    keys = mx.random.split(mx.random.key(5), len(arrays))
+    model.load_weights([(name, 0.1 * mx.random.normal(array.shape, key=key))
+                        for (name, array), key in zip(arrays, keys, strict=True)], strict=False)
+
+
+def rows(lengths=(9, 23, 14, 3)) -> list[Example]:
+    random = np.random.default_rng(3)
+    return [Example(random.integers(3, VOCAB_SIZE, n).astype(np.int32), np.arange(n) * 3 >= n, f"row {n}")
+            for n in lengths]
+
+
+def window(made, batches, kind="whole", head=HeadPlan("full"), compiled=False, key=None, multiple=1):
+    """Loss and gradients of one window, added up over its micro-batches."""
+    objective = Sft(head)
+    gradient = Gradient(made, objective, kind, compiled)
+    counts = {"tokens": sum(batch.num_supervised for batch in batches)}
+    loss, total = 0.0, {}
+    for batch in batches:
+        inputs, layout = objective.inputs(batch, counts, multiple)
+        if key is not None:
+            inputs["dropout_key"] = mx.random.key(key)
+        part, _, gradients = gradient(made.model.trainable_parameters(), inputs, layout)
+        loss += part.item()
+        for name, array in tree_flatten(gradients):
+            total[name] = total.get(name, 0) + np.array(array)
+    return loss, total
+
+
+def difference(one, other) -> float:
+    """Largest difference of a loss or gradient over the largest gradient."""
+    largest = max(np.abs(array).max() for array in one[1].values())
+    assert one[1].keys() == other[1].keys() and largest > 0
+    worst = max(np.abs(one[1][name] - other[1][name]).max() for name in one[1])
+    return max(abs(one[0] - other[0]) / abs(one[0]), worst / largest)
+
+
+def alone(made, **how):
+    return window(made, [collate([row], pad_id=0) for row in rows()], **how)
+
+
+def test_padding_does_not_change_the_loss_or_gradients(made):
+    assert difference(alone(made), window(made, [collate(rows(), pad_id=0)])) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("pad_id", [0, 7])
+def test_neither_the_padding_token_nor_its_width_matters(made, pad_id):
+    wide = collate(rows(), pad_id=pad_id, multiple=32)
+    assert wide.tokens.shape[1] == 33
+    assert difference(alone(made), window(made, [wide], multiple=16)) < CLOSE * SLACK
+
+
+def test_two_micro_batches_of_two_equal_one_of_four(made):
+    short, long = rows()[:2], rows()[2:]
+    halves = [collate(short, pad_id=0), collate(long, pad_id=0)]
+    assert difference(window(made, [collate(rows(), pad_id=0)]), window(made, halves)) < CLOSE * SLACK
+
+
+def test_checkpointing_changes_nothing(made):
+    batch = [collate(rows(), pad_id=0)]
+    assert difference(window(made, batch), window(made, batch, kind="checkpoint")) < CLOSE * SLACK
+
+
+def test_checkpointing_replays_the_dropout_masks(made):
+    """With a mask drawn anew in the recompute, gradients are off by more than their size."""
+    batch = [collate(rows(), pad_id=0)]
+    dropped = window(made, batch, key=11)
+    assert difference(dropped, window(made, batch, kind="checkpoint", key=11)) < CLOSE * SLACK
+    assert difference(dropped, window(made, batch, key=12)) > 0.05
+    assert difference(dropped, window(made, batch)) > 0.05
+
+
+def test_a_chunked_head_changes_nothing(made):
+    batch = [collate(rows(), pad_id=0)]
+    assert difference(window(made, batch), window(made, batch, head=HeadPlan("chunked", 5))) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+def test_compiling_changes_nothing(made, kind):
+    batches = [collate(rows(), pad_id=0)]
+    plain = window(made, batches, kind=kind, key=4)
+    assert difference(plain, window(made, batches, kind=kind, key=4, compiled=True)) < CLOSE * SLACK
+
+
+def test_a_compiled_step_sees_new_weights_keys_and_rows(made):
+    """Whatever changes between steps must be an input of the program, not baked into it."""
+    objective = Sft(HeadPlan("full"))
+    compiled, plain = (Gradient(made, objective, "whole", compiled=c) for c in (True, False))
+    params = made.model.trainable_parameters()
+    for step in range(3):
+        batch = collate([rows((9, 12))[0], rows((11 - step, 9))[1]], pad_id=0)
+        inputs, layout = objective.inputs(batch, {"tokens": batch.num_supervised + step}, 32)
+        inputs["dropout_key"] = mx.random.key(step)
+        loss, _, gradients = compiled(params, inputs, layout)
+        expected, _, expected_gradients = plain(params, inputs, layout)
+        assert loss.item() == pytest.approx(expected.item(), rel=CLOSE * SLACK)
+        flat, expected_flat = dict(tree_flatten(gradients)), dict(tree_flatten(expected_gradients))
+        for name in flat:
+            assert np.allclose(np.array(flat[name]), np.array(expected_flat[name]), atol=1e-5 * SLACK)
+        params = tree_map(lambda p, g: p - 0.1 * g, made.model.trainable_parameters(), gradients)
+        made.model.update(params)
+    fill_adapters(made.model)
+
+
+def test_a_window_of_masked_rows_has_no_loss_and_no_gradient(made):
+    masked = [Batch(b.tokens, np.zeros_like(b.mask), b.lengths) for b in [collate(rows(), pad_id=0)]]
+    loss, gradients = window(made, masked)
+    assert loss == 0.0
+    assert all(np.abs(array).max() == 0.0 for array in gradients.values())

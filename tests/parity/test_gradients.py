@@ -1,0 +1,96 @@
+"""One step's loss and every gradient against TRL and PEFT (see README.md beside this file)."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxft.config.schema import AdapterConfig
+from mlxft.data.example import Batch
+from mlxft.models.decoder import view
+from mlxft.models.load import load
+from mlxft.models.lora import apply_adapter
+from mlxft.segmented.gradients import Gradient
+from mlxft.training.objectives import HeadPlan, Sft
+
+HERE = Path(__file__).parent
+MODEL = HERE / "models" / "llama_untied"
+SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
+
+
+def reference() -> dict[str, np.ndarray]:
+    return dict(np.load(HERE / "lora_llama_untied.npz"))
+
+
+def sft_batch(data) -> Batch:
+    lengths = data["sft.attention_mask"].sum(1)
+    return Batch(data["sft.input_ids"].astype(np.int32), data["sft.completion_mask"].astype(bool), lengths)
+
+
+def loss_and_gradients(adapter: AdapterConfig, kind: str, chunk: int, batches: list[Batch]):
+    """Sums over the micro-batches of one window, as the loop makes them."""
+    model, _ = load(str(MODEL), dtype="float32", tokenizer_required=False)
+    made = view(model)
+    apply_adapter(model, adapter, seed=0)
+    objective = Sft(HeadPlan("chunked", chunk))
+    gradient = Gradient(made, objective, kind)
+    counts = {"tokens": sum(batch.num_supervised for batch in batches)}
+    loss, gradients = 0.0, {}
+    for batch in batches:
+        inputs, layout = objective.inputs(batch, counts)
+        part, _, tree = gradient(model.trainable_parameters(), inputs, layout)
+        loss += part.item()
+        for name, array in tree_flatten(tree):
+            gradients[name] = gradients.get(name, 0.0) + np.array(array)
+    return loss, gradients
+
+
+def compare(gradients, data, prefix, name_of):
+    names = [key.removeprefix(prefix) for key in data if key.startswith(prefix)]
+    assert len(names) == len(gradients)
+    largest = max(np.abs(data[prefix + name]).max() for name in names)
+    for name in names:
+        ours, transposed = name_of(name)
+        expected = data[prefix + name].T if transposed else data[prefix + name]
+        assert np.abs(gradients[ours] - expected).max() / largest < 1e-5 * SLACK, name
+
+
+def lora_name(name: str) -> tuple[str, bool]:
+    """PEFT's `...q_proj.lora_A.weight` (r, in) is mlx-lm's `...q_proj.lora_a` (in, r)."""
+    name = name.removeprefix("base_model.model.")
+    return name.replace(".lora_A.weight", ".lora_a").replace(".lora_B.weight", ".lora_b"), True
+
+
+@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_lora_gradients_equal_peft(kind, chunk):
+    data = reference()
+    adapter = AdapterConfig(init_from=str(MODEL / "adapter"))
+    loss, gradients = loss_and_gradients(adapter, kind, chunk, [sft_batch(data)])
+    assert loss == pytest.approx(float(data["sft.loss"]), rel=5e-6 * SLACK)
+    compare(gradients, data, "sft.grad.", lora_name)
+
+
+@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+def test_full_gradients_equal_torch(kind):
+    data = reference()
+    loss, gradients = loss_and_gradients(AdapterConfig(kind="full"), kind, 7, [sft_batch(data)])
+    assert loss == pytest.approx(float(data["full_sft.loss"]), rel=5e-6 * SLACK)
+    compare(gradients, data, "full_sft.grad.", lambda name: (name, False))
+
+
+def test_accumulation_weights_by_tokens_not_by_micro_batches():
+    """Two micro-batches of 2 and 37 targets: the mean of their means is the usual bug."""
+    data = reference()
+    batch = sft_batch(data)
+    tokens = [int(n) for n in data["accum.tokens"]]
+    split = next(cut for cut in range(1, 4) if batch.mask[:cut, 1:].sum() == tokens[0])
+    parts = [Batch(batch.tokens[rows], batch.mask[rows], batch.lengths[rows])
+             for rows in (slice(0, split), slice(split, 4))]
+    adapter = AdapterConfig(init_from=str(MODEL / "adapter"))
+    loss, gradients = loss_and_gradients(adapter, "whole", 1000, parts)
+    assert loss == pytest.approx(float(data["accum.token_weighted.loss"]), rel=5e-6 * SLACK)
+    assert abs(loss - float(data["accum.mean_of_means.loss"])) > 100 * 5e-6 * loss
+    compare(gradients, data, "accum.token_weighted.grad.", lora_name)
