@@ -1,0 +1,94 @@
+"""Keys that are each right and make no sense together, and files that are not there."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxft.config.choices import OPTIMIZERS
+from mlxft.config.keys import Key, is_missing
+from mlxft.resources import bundled_data, folder
+
+Found = Iterator[tuple[str, str]]
+
+_FILE_ENDINGS = {".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst"}
+
+
+def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> Found:
+    """Yields (key, what is wrong) for settings of a training run that exclude each other.
+
+    Settings equal to their default count as not given.
+    """
+    given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
+    yield from _steps(settings)
+    yield from _validation(settings)
+    yield from _adapter(settings, given)
+    yield from _optimizer(settings, given)
+    yield from _saving(settings)
+    if settings["head.kind"] == "full" and "head.chunk" in given:
+        yield "head.chunk", "it has no meaning with head.kind=full; leave one of them out"
+    if settings["schedule.name"] == "constant" and "schedule.final_ratio" in given:
+        yield "schedule.final_ratio", "a constant schedule ends where it began; leave it out"
+
+
+def _steps(settings: Mapping[str, Any]) -> Found:
+    steps, warmup = settings["trainer.max_steps"], settings["schedule.warmup_steps"]
+    if steps is not None and warmup >= steps:
+        yield "schedule.warmup_steps", f"{warmup} steps are not fewer than trainer.max_steps={steps}"
+
+
+def _validation(settings: Mapping[str, Any]) -> Found:
+    if not is_missing(settings["data.valid"]):
+        return
+    for name in ("trainer.eval_every", "trainer.patience"):
+        if settings[name] > 0:
+            yield name, "it needs validation data; give data.valid"
+
+
+def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
+    if settings["adapter.kind"] != "full":
+        return
+    for name in ("adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.targets", "adapter.init_from"):
+        if name in given:
+            yield name, "adapter.kind=full trains the whole model and has no adapter; leave it out"
+
+
+def _optimizer(settings: Mapping[str, Any], given: set[str]) -> Found:
+    name = settings["optimizer.name"]
+    for option in ("weight_decay", "betas", "eps", "bias_correction"):
+        key = f"optimizer.{option}"
+        turned_off = option == "weight_decay" and settings[key] == 0
+        if option not in OPTIMIZERS[name] and key in given and not turned_off:
+            having = ", ".join(other for other, options in OPTIMIZERS.items() if option in options)
+            yield key, f"{name} has no {option}; leave it out, or use one of {having}"
+
+
+def _saving(settings: Mapping[str, Any]) -> Found:
+    if settings["trainer.save_only_adapter"] and settings["trainer.resume"] != "none":
+        yield (
+            "trainer.save_only_adapter",
+            ("a run that saves only its adapter can't be resumed: leave it out, or trainer.resume"),
+        )
+
+
+def absent_files(settings: Mapping[str, Any]) -> Found:
+    """Yields (key, what is wrong) for paths that plainly name a file or folder and lead nowhere."""
+    for name in ("data.train", "data.valid"):
+        value = settings.get(name)
+        for file in value if isinstance(value, list) else [value]:
+            if isinstance(file, str):
+                yield from ((name, text) for text in _absent_data(file))
+    for name in ("model.path", "adapter.init_from", "trainer.resume"):
+        value = settings.get(name)
+        if isinstance(value, str) and value.startswith(("/", "./", "../")) and not Path(value).exists():
+            yield name, f"there is no {value}"
+
+
+def _absent_data(file: str) -> Iterator[str]:
+    bundled = file.removeprefix("bundled:")
+    if bundled != file:
+        if not bundled_data(bundled).is_file():
+            there = sorted(path.name for path in (folder("recipes") / "data").glob("*.json*"))
+            yield f"no data called {bundled} comes with mlxft; there is {', '.join(there) or 'none'}"
+    elif not Path(file).exists() and not any(letter in file for letter in "*?["):
+        if file.startswith(("/", "./", "../")) or Path(file).suffix.lower() in _FILE_ENDINGS:
+            yield f"there is no file {file}"

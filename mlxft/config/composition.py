@@ -1,0 +1,245 @@
+"""From what a person wrote to a checked configuration: Hydra puts it together, our own pass checks it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from mlxft.config.combinations import absent_files, training_contradictions
+from mlxft.config.keys import Key, flatten, groups_of, is_missing, keys_of, nest, unknown_key
+from mlxft.config.overrides import Request, read_overrides
+from mlxft.config.problems import Problems
+from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
+from mlxft.config.schema import Config, GenerateConfig
+from mlxft.config.values import settle
+from mlxft.errors import InputError
+from mlxft.resources import folder
+
+Schema = TypeVar("Schema")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked configuration, with the recipe's name if it came from one.
+
+    generate: the keys of `mlxft generate`, where it is that command's.
+    """
+
+    config: Config
+    recipe: str | None = None
+    generate: GenerateConfig | None = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command's configuration is made of.
+
+    uses: the groups and keys it reads, None for all. needs: the keys of which one must be given,
+    each with an example.
+    """
+
+    name: str
+    uses: tuple[str, ...] | None
+    needs: tuple[tuple[tuple[str, ...], str], ...]
+    generates: bool = False
+
+
+_MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("train", None, (_MODEL, (("data.train",), "a file: data.train=rows.jsonl"))),
+        Command(
+            "eval",
+            ("model", "data", "head", "adapter.init_from", "trainer.layout", "trainer.seed"),
+            (_MODEL, (("data.valid", "data.train"), "a file: data.valid=rows.jsonl")),
+        ),
+        Command(
+            "generate",
+            ("model", "adapter.init_from"),
+            (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
+            generates=True,
+        ),
+    )
+}
+
+
+def compose(overrides: list[str], command: str = "train") -> Composed:
+    """Returns the configuration of what was typed after `mlxft COMMAND`, checked as a whole.
+
+    Raises: InputError with every problem at once, before any model or data is touched.
+    """
+    wanted = COMMANDS[command]
+    keys = _keys(wanted)
+    problems = Problems()
+    request = read_overrides(overrides, keys, problems)
+    _refuse_unused(request, wanted, keys, problems)
+    body = _chosen_body(request, keys, problems)
+    values = _resolved(_run_hydra(request, body), keys, problems)
+    settings = _checked(values | request.texts, wanted, keys, problems)
+    generate = _build(GenerateConfig, settings) if wanted.generates else None
+    return Composed(_build(Config, settings), request.recipe, generate)
+
+
+def from_dict(values: Mapping[str, Any] | Config) -> Config:
+    """Returns the checked configuration of a training run from a dictionary, nested or with dotted keys.
+
+    Raises: InputError with every problem at once.
+    """
+    given = nest(asdict(values) if isinstance(values, Config) else values)
+    wanted = COMMANDS["train"]
+    keys = _keys(wanted)
+    flat = {name: key.default for name, key in keys.items()} | flatten(given, keys)
+    return _build(Config, _checked(flat, wanted, keys, Problems()))
+
+
+def to_yaml(config: Config) -> str:
+    """Returns the whole configuration as YAML, which `from_dict` reads back to the same."""
+    import yaml
+
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def _keys(command: Command) -> dict[str, Key]:
+    return keys_of(Config, GenerateConfig) if command.generates else keys_of(Config)
+
+
+def _refuse_unused(request: Request, command: Command, keys: Mapping[str, Key], problems: Problems) -> None:
+    if command.uses is None:
+        return
+    names = [text.lstrip("+").partition("=")[0] for text in request.assignments] + list(request.choices)
+    for name in names:
+        group = name.partition(".")[0]
+        own = name in keys and "." not in name
+        if not own and not any(name == used or group == used for used in command.uses):
+            problems.add(name, f"mlxft {command.name} does not use it")
+
+
+def _chosen_body(request: Request, keys: Mapping[str, Key], problems: Problems) -> RecipeBody | None:
+    """Returns the chosen recipe's body without what could not be merged: a group that is no dictionary."""
+    if request.recipe is None:
+        return None
+    try:
+        body = read_recipe(find_recipes()[request.recipe])
+    except InputError as error:
+        problems.add("recipe", str(error))
+        problems.raise_any()
+        raise
+    typed = {text.lstrip("+").partition("=")[0] for text in request.assignments}
+    problems.sources = {name: line for name, line in body.lines.items() if name not in typed}
+    values: dict[str, Any] = {}
+    for name, value in body.values.items():
+        if name == "hydra":
+            problems.add(name, "a recipe has no settings of Hydra itself; the run's folder is run.dir")
+        elif name not in groups_of(keys) or isinstance(value, dict):
+            values[name] = value
+        elif value is not None:
+            problems.add(name, unknown_key(name, keys))
+    return RecipeBody(values, body.lines)
+
+
+def _run_hydra(request: Request, body: RecipeBody | None) -> Any:
+    """Returns Hydra's composition: defaults, recipe, chosen files, then single keys."""
+    from hydra import __version__, compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    _store(request, body)
+    # Hydra 1.3 wants to be told whose behaviour it shall have; 1.4 has only its own.
+    base = {"version_base": "1.3"} if __version__.startswith("1.3.") else {}
+    try:
+        with initialize_config_dir(str(folder("configs")), job_name="mlxft", **base):
+            return compose("config", request.as_hydra_overrides())
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        where = find_recipes()[request.recipe].shown_path if request.recipe else "the command line"
+        raise InputError(f"{where}: this does not compose: {reason}") from None
+
+
+def _store(request: Request, body: RecipeBody | None) -> None:
+    """Registers the defaults and every recipe in Hydra's ConfigStore.
+
+    The dataclasses go in as plain values: a typed node would stop at the first wrong type, and the
+    check that follows reports them all.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    for stale in ("schema.yaml", "recipe"):
+        store.repo.pop(stale, None)
+    store.store(name="schema", node=asdict(Config()))
+    for name, recipe in find_recipes().items():
+        if name == request.recipe and body is not None:
+            values = body.values
+        else:
+            try:
+                values = read_recipe(recipe).values
+            except InputError:
+                continue  # a broken recipe matters to the run that chooses it
+        store.store(group="recipe", name=name, node=values, package="_global_")
+
+
+def _resolved(composed: Any, keys: Mapping[str, Key], problems: Problems) -> dict[str, Any]:
+    """Returns the composed values by full key name, interpolations replaced by what they point to."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    raw = flatten(OmegaConf.to_container(composed, resolve=False), keys)
+    resolved: dict[str, Any] = {}
+    for name, value in raw.items():
+        if "${" not in str(value):
+            resolved[name] = value
+            continue
+        try:
+            node = OmegaConf.select(composed, name)
+            resolved[name] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        except OmegaConfBaseException as error:
+            reason = str(error).strip().partition("\n")[0]
+            problems.add(name, f"{value!r} leads nowhere: {reason}")
+    return resolved
+
+
+def _checked(
+    values: Mapping[str, Any], command: Command, keys: Mapping[str, Key], problems: Problems
+) -> dict[str, Any]:
+    """Returns every key's value in its settled form.
+
+    Raises: InputError with all that `problems` holds and all that is found here.
+    """
+    settings = {name: None if is_missing(key.default) else key.default for name, key in keys.items()}
+    for name, value in values.items():
+        if name not in keys:
+            problems.add(name, unknown_key(name, keys))
+        elif not (is_missing(value) and is_missing(keys[name].default)):
+            try:
+                settings[name] = settle(keys[name], value)
+            except ValueError as error:
+                problems.add(name, str(error))
+    for names, example in command.needs:
+        known = any(not is_missing(settings[name]) or problems.about(name) for name in names)
+        if not known and not problems.about("recipe"):
+            problems.add(" or ".join(names), f"it is missing; give {example}")
+    if not problems.about("recipe"):
+        _check_together(settings, command, keys, problems)
+    problems.raise_any()
+    return settings
+
+
+def _check_together(
+    settings: Mapping[str, Any], command: Command, keys: Mapping[str, Key], problems: Problems
+) -> None:
+    checks = [absent_files(settings)]
+    if command.uses is None:
+        checks.append(training_contradictions(settings, keys))
+    for check in checks:
+        for name, text in check:
+            if not problems.about(name):
+                problems.add(name, text)
+
+
+def _build(schema: type[Schema], settings: Mapping[str, Any], prefix: str = "") -> Schema:
+    hints = get_type_hints(schema)
+    values: dict[str, Any] = {}
+    for item in fields(schema):  # type: ignore[arg-type]
+        name, hint = prefix + item.name, hints[item.name]
+        values[item.name] = _build(hint, settings, name + ".") if is_dataclass(hint) else settings[name]
+    return schema(**values)

@@ -1,0 +1,222 @@
+"""One key at a time: its type, its range, its choices; every value comes out in one settled form."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from mlxft.config import choices
+from mlxft.config.keys import Key, nearest
+
+Rule = Callable[[Any], Any]
+
+
+def settle(key: Key, value: Any) -> Any:
+    """Returns `value` as the key's type, within its range, or raises ValueError with what is wrong.
+
+    "3", 3.0 and 3 are all the number 3 to a key that counts; a path may be a `pathlib.Path`.
+    """
+    if value is None and key.hint is Any and key.default is not None:
+        raise ValueError("null is not a value for it")
+    value = _convert(key.hint, value)
+    rule = RULES.get(key.name)
+    return rule(value) if rule and value is not None else value
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    arguments = get_args(hint)
+    if NoneType in arguments:
+        return None if value is None else _convert(arguments[0], value)
+    if hint is Any:
+        return value
+    if value is None:
+        raise ValueError("null is not a value for it")
+    if get_origin(hint) is list:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError(f"{_shown(value)} is not a list; write [a,b]")
+        return [_convert(arguments[0], item) for item in value]
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{_shown(value)} is not a dictionary; write {{ours:theirs}}")
+        return {_text(name): _convert(arguments[1], item) for name, item in value.items()}
+    return {str: _text, bool: _truth, int: _whole, float: _number}[hint](value)
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError(f"{_shown(value)} is not a text; if it is meant as one, put it in quotes")
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(f"{_shown(value)} is neither true nor false")
+
+
+def _whole(value: Any) -> int:
+    try:
+        number = _number(value)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError(f"{_shown(value)} is not a whole number")
+    return int(value) if isinstance(value, Integral) else int(number)
+
+
+def _number(value: Any) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, Real | str):
+            raise ValueError
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{_shown(value)} is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{_shown(value)} is not a finite number")
+    return number
+
+
+def one_of(known: Sequence[str]) -> Rule:
+    """Returns a rule that accepts the names in `known`, in any case."""
+
+    def rule(value: Any) -> str:
+        if value.lower() in known:
+            return value.lower()
+        near = nearest(value, known)
+        hint = f"did you mean {near}? " if near else ""
+        raise ValueError(f"{_shown(value)} is not known; {hint}there {_is(known)} {', '.join(known)}")
+
+    return rule
+
+
+def _is(known: Sequence[str]) -> str:
+    return "is only" if len(known) == 1 else "are"
+
+
+def within(low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False) -> Rule:
+    """Returns a rule for numbers from `low` to `high`, either end left out if it is open."""
+    at_least = f"more than {low:g}" if open_low else f"at least {low:g}"
+    at_most = f" and less than {high:g}" if open_high else f" and at most {high:g}"
+    bounds = at_least if high == math.inf else at_least + at_most
+
+    def rule(value: Any) -> Any:
+        too_low = value <= low if open_low else value < low
+        too_high = value >= high if open_high else value > high
+        if too_low or too_high:
+            raise ValueError(f"{value} is out of range; it must be {bounds}")
+        return value
+
+    return rule
+
+
+def _betas(value: list[float]) -> list[float]:
+    if len(value) != 2:
+        raise ValueError(f"{value} must be two numbers, for example [0.9,0.999]")
+    return [within(0, 1, open_high=True)(beta) for beta in value]
+
+
+def _keep(value: Any) -> int | str:
+    if value == "all":
+        return "all"
+    try:
+        return within(1)(_whole(value))
+    except ValueError:
+        text = f'{_shown(value)} is neither a number of checkpoints, at least 1, nor "all"'
+        raise ValueError(text) from None
+
+
+def _layers(value: Any) -> str:
+    text = str(value).strip().lower()
+    number = text.removeprefix("last ").strip()
+    if text == "all":
+        return "all"
+    if number.isdecimal() and int(number) > 0 and not isinstance(value, bool):
+        return f"last {int(number)}"
+    raise ValueError(f'{_shown(value)} is neither "all" nor a number of last layers: 8, or "last 8"')
+
+
+def _targets(value: Any) -> list[str]:
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, Mapping) or not isinstance(names, Sequence):
+        raise ValueError(f"{_shown(value)} is not a list of names of layers; write [q_proj,v_proj]")
+    names = [_text(name).strip() for name in names]
+    if not names or "" in names:
+        raise ValueError("an empty name of a layer; leave the key out to adapt all of a block's")
+    return names
+
+
+def _path(value: Any) -> str:
+    text = _text(value)
+    return str(Path(text).expanduser()) if text.startswith("~/") else text
+
+
+def _files(value: Any) -> str | list[str]:
+    if isinstance(value, Mapping):
+        raise ValueError("it is a file or a list of files, not a dictionary")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_path(item) for item in value]
+    return _path(value)
+
+
+RULES: dict[str, Rule] = {
+    "model.path": _path,
+    "model.dtype": one_of(choices.DTYPES),
+    "data.train": _files,
+    "data.valid": _files,
+    "data.format": one_of(choices.FORMATS),
+    "data.max_length": within(2),
+    "data.truncate": one_of(choices.TRUNCATIONS),
+    "data.batch_size": within(1),
+    "data.train_on": one_of(choices.TRAIN_ON),
+    "trainer.objective": one_of(choices.OBJECTIVES),
+    "trainer.layout": one_of(choices.LAYOUTS),
+    "trainer.gradient": one_of(choices.GRADIENTS),
+    "trainer.max_steps": within(1),
+    "trainer.epochs": within(0, open_low=True),
+    "trainer.accumulate": within(1),
+    "trainer.seed": within(0, 2**32, open_high=True),
+    "trainer.clip_norm": within(0),
+    "trainer.eval_every": within(0),
+    "trainer.save_every": within(0),
+    "trainer.keep": _keep,
+    "trainer.resume": _path,
+    "trainer.patience": within(0),
+    "trainer.min_delta": within(0),
+    "head.kind": one_of(choices.HEADS),
+    "head.chunk": within(1),
+    "adapter.kind": one_of(choices.ADAPTERS),
+    "adapter.rank": within(1),
+    "adapter.alpha": within(0, open_low=True),
+    "adapter.dropout": within(0, 1, open_high=True),
+    "adapter.targets": _targets,
+    "adapter.layers": _layers,
+    "adapter.init_from": _path,
+    "optimizer.name": one_of(tuple(choices.OPTIMIZERS)),
+    "optimizer.lr": within(0, open_low=True),
+    "optimizer.weight_decay": within(0),
+    "optimizer.betas": _betas,
+    "optimizer.eps": within(0, open_low=True),
+    "schedule.name": one_of(choices.SCHEDULES),
+    "schedule.warmup_steps": within(0),
+    "schedule.final_ratio": within(0, 1),
+    "run.dir": _path,
+    "max_tokens": within(1),
+    "temperature": within(0),
+    "top_p": within(0, 1, open_low=True),
+    "seed": within(0, 2**32, open_high=True),
+}
