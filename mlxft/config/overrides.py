@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import yaml
 
-from mlxft.config.keys import Key, nearest, unknown_key
+from mlxft.config.aliases import ALIASES
+from mlxft.config.keys import Key, nearest, nearest_key, unknown_key
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import find_recipes, unknown_recipe
 from mlxft.resources import folder
@@ -76,9 +77,10 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Key], problems: Prob
 def _not_an_assignment(argument: str, keys: Mapping[str, Key]) -> str:
     if argument.startswith("-"):
         name = argument.lstrip("-").partition("=")[0].replace("-", "_")
-        known = name in keys
-        hint = f"write {name}=VALUE" if known else unknown_key(name, keys)
-        return f"this is no option; settings are written KEY=VALUE ({hint})"
+        if name in ("m", "multirun"):
+            return "there are no sweeps yet; start one run for each value"
+        ours = name if name in keys else ALIASES.get(name) or nearest_key(name, keys)
+        return "this is no option; settings are written KEY=VALUE" + (f": {ours}=..." if ours else "")
     if argument in find_recipes():
         return f"this is not KEY=VALUE; for the recipe write +recipe={argument}"
     return "this is not KEY=VALUE"
@@ -172,6 +174,8 @@ def _quoted(text: str) -> str:
 
 
 def _is_text(key: Key) -> bool:
+    if key.takes_keys:
+        return False
     return key.hint is str or str in get_args(key.hint) or key.name in ("data.train", "data.valid")
 
 

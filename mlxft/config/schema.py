@@ -20,31 +20,31 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train: Any = None  # a file, several files, or "bundled:NAME"
-    valid: Any = None
+    valid: Any = None  # the same, never trained on
     format: str = "auto"  # auto | messages | completion | text | tokens
     max_length: int = 2048  # tokens of a row
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
     batch_size: int = 4  # rows of a micro-batch
-    shuffle: bool = True
-    train_on: str = "assistant"  # assistant | last_assistant | all
+    shuffle: bool = True  # false: in file order
+    train_on: str = "assistant"  # whose turns are targets: assistant | last_assistant | all
     columns: dict[str, str] = field(default_factory=dict)  # {our name: their name}
 
 
 @dataclass
 class TrainerConfig:
-    objective: str = "sft"
-    layout: str = "padded"
-    gradient: str = "auto"  # auto | whole | checkpoint
+    objective: str = "sft"  # what is minimised
+    layout: str = "padded"  # how rows share one forward
+    gradient: str = "auto"  # how the backward is run: auto | whole | checkpoint (less memory)
     max_steps: Optional[int] = None  # optimiser steps; wins over epochs
-    epochs: float = 1.0
+    epochs: float = 1.0  # passes over the rows
     accumulate: int = 1  # micro-batches of an optimiser step
-    seed: int = 0
-    clip_norm: float = 1.0  # 0 turns clipping off
-    deterministic: bool = False
+    seed: int = 0  # of the row order, dropout and new adapters
+    clip_norm: float = 1.0  # of the gradient; 0 turns clipping off
+    deterministic: bool = False  # repeatable to the bit on a GPU too, as far as it reaches; slower
     eval_every: int = 0  # optimiser steps; 0: at the end only, when there is validation data
     save_every: int = 0  # optimiser steps; 0: at the end only
     keep: Any = 2  # checkpoints kept: a number or "all"
-    save_only_adapter: bool = False
+    save_only_adapter: bool = False  # checkpoints without what resuming needs
     resume: str = "none"  # none | auto | a run's folder or a checkpoint's folder
     patience: int = 0  # validations without improvement before stopping; 0: never stop early
     min_delta: float = 0.0  # smallest fall of the validation loss that counts as improvement
@@ -63,7 +63,7 @@ class AdapterConfig:
     kind: str = "lora"  # lora | full
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
-    dropout: float = 0.0
+    dropout: float = 0.0  # share of the adapter's inputs set to zero
     targets: Any = None  # names or patterns of linear layers; None: all of a block's
     layers: Any = "all"  # "all", or the last N: "last 8"
     init_from: Optional[str] = None  # an adapter's folder, mlx-lm's or PEFT's
@@ -71,18 +71,18 @@ class AdapterConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = "adamw"
-    lr: float = 1e-4
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    bias_correction: bool = True
+    name: str = "adamw"  # adamw | adam | adamax | lion | muon | adafactor | sgd | rmsprop | ...
+    lr: float = 1e-4  # the highest learning rate
+    weight_decay: float = 0.01  # apart from the gradient, times the learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # of the two moments
+    eps: float = 1e-8  # keeps the division finite
+    bias_correction: bool = True  # of the moments' first steps
 
 
 @dataclass
 class ScheduleConfig:
     name: str = "cosine"  # constant | cosine | linear
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # optimiser steps from nothing to the highest learning rate
     final_ratio: float = 0.0  # the last learning rate over the highest
 
 
@@ -107,9 +107,9 @@ class Config:
 class GenerateConfig:
     """The keys of `mlxft generate` beside those of the model and the adapter."""
 
-    prompt: str = MISSING
+    prompt: str = MISSING  # what the user says
     system: Optional[str] = None  # a system turn; None: what the model's own template puts there
     max_tokens: int = 256  # tokens of the answer, at most
     temperature: float = 0.0  # 0: always the likeliest token
     top_p: float = 1.0  # the share of probability that is drawn from
-    seed: int = 0
+    seed: int = 0  # of the draws

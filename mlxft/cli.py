@@ -1,0 +1,269 @@
+"""The command `mlxft`: finds the command, hands its arguments on, and turns what comes back into an exit code.
+
+Everything heavy is imported by the command that needs it: help and recipes answer at once.
+"""
+
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxft.errors import EXIT_DONE, EXIT_FAULT, InputError, MlxftError
+
+EXIT_INTERRUPTED = 128 + 2  # SIGINT
+EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the line --help shows for it, its own help, and what it does with its arguments."""
+
+    summary: str
+    help: Callable[[], str]
+    run: Callable[[list[str]], int]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 1 our fault, 2 wrong input, 3 stopped by a guard."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except MlxftError as error:
+        print(f"mlxft: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("mlxft: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter complains at its end
+        return EXIT_BROKEN_PIPE
+    except Exception:
+        traceback.print_exc()
+        print(
+            "\nmlxft: this is a fault of mlxft, not of your input. Please report it with the text above.",
+            file=sys.stderr,
+        )
+        return EXIT_FAULT
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(_overview())
+        return EXIT_DONE
+    if arguments[0] == "--version":
+        from mlxft import __version__
+
+        print(f"mlxft {__version__}")
+        return EXIT_DONE
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise InputError(_unknown_command(name))
+    if any(argument in ("--help", "-h") for argument in rest):
+        print(COMMANDS[name].help())
+        return EXIT_DONE
+    return COMMANDS[name].run(rest)
+
+
+def _unknown_command(name: str) -> str:
+    from mlxft.config.keys import nearest
+
+    if "=" in name:
+        return f"{name} is a setting, not a command; the command comes first: mlxft train {name}"
+    near = nearest(name, COMMANDS)
+    hint = f"did you mean mlxft {near}? " if near else ""
+    return f"there is no command {name!r}; {hint}there are {', '.join(COMMANDS)} (mlxft --help)"
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Fine-tuning on MLX: Apple silicon, NVIDIA GPUs and plain CPUs.",
+            "",
+            "usage: mlxft COMMAND [+recipe=NAME] [KEY=VALUE ...]",
+            "",
+            *lines,
+            "",
+            "mlxft COMMAND --help explains a command and lists its keys; mlxft --version says which this is.",
+            "",
+            "  mlxft train +recipe=quickstart",
+            "  mlxft train model=smollm2 data.train=rows.jsonl trainer.max_steps=200",
+        ]
+    )
+
+
+def _train(arguments: list[str]) -> int:
+    from mlxft.config import compose, to_yaml
+
+    composed = compose([argument for argument in arguments if argument != "--config"])
+    if "--config" in arguments:
+        print(to_yaml(composed.config), end="")
+        return EXIT_DONE
+    from mlxft.training.run import train
+
+    train(composed)
+    return EXIT_DONE
+
+
+def _train_help() -> str:
+    from mlxft.config.reference import training_keys
+
+    return f"""\
+usage: mlxft train [--config] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
+
+Fine-tunes a model on rows of text and writes a run's folder: the adapter, checkpoints, metrics.
+
+  mlxft train +recipe=quickstart                  a whole run from a file; mlxft recipes lists them
+  mlxft train +recipe=quickstart optimizer.lr=1e-4 trainer.epochs=2
+  mlxft train model=smollm2 data.train=rows.jsonl
+  mlxft train model.path=folder data.train=[a.jsonl,b.jsonl] data.valid=c.jsonl trainer.eval_every=50
+  mlxft train +recipe=quickstart trainer=checkpoint optimizer=lion schedule=linear adapter=full
+  mlxft train +recipe=quickstart trainer.resume=auto
+  mlxft train --config +recipe=quickstart         prints the configuration and stops
+
+What comes later wins: every key's default, then the recipe, then files chosen by name, then single keys.
+
+Keys and their defaults (one without a default is decided from the model, or stays off):
+
+{training_keys()}"""
+
+
+def _eval(arguments: list[str]) -> int:
+    from mlxft.evaluation.perplexity import main as run
+
+    return run(arguments)
+
+
+def _eval_help() -> str:
+    from mlxft.config.reference import training_keys
+
+    return f"""\
+usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
+
+Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows.
+
+  mlxft eval model=smollm2 data.valid=rows.jsonl
+  mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter --json
+
+--json prints one JSON object on standard output.
+
+Keys and their defaults:
+
+{training_keys(["model", "data", "head"])}
+
+  adapter.init_from                 an adapter's folder, mlx-lm's or PEFT's"""
+
+
+def _generate(arguments: list[str]) -> int:
+    from mlxft.evaluation.generate import main as run
+
+    return run(arguments)
+
+
+def _generate_help() -> str:
+    from mlxft.config.reference import generation_keys, training_keys
+
+    return f"""\
+usage: mlxft generate [+recipe=NAME] KEY=VALUE ... prompt="..."
+
+Prints a model's answer to one prompt.
+
+  mlxft generate model=smollm2 prompt="What is the capital of France?"
+  mlxft generate +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter prompt="Who are you?"
+
+Keys and their defaults:
+
+{generation_keys()}
+
+{training_keys(["model"])}
+
+  adapter.init_from                 an adapter's folder, mlx-lm's or PEFT's"""
+
+
+def _recipes(arguments: list[str]) -> int:
+    from mlxft.config.recipes import find_recipe, find_recipes
+
+    if not arguments:
+        print(_recipe_list())
+    elif arguments[0] == "copy" and len(arguments) == 2:
+        print(_copy_recipe(arguments[1]))
+    elif len(arguments) == 1 and arguments[0] != "copy":
+        print(find_recipe(arguments[0]).path.read_text(encoding="utf-8", errors="replace"), end="")
+    else:
+        raise InputError(
+            f"mlxft recipes takes nothing, NAME, or copy NAME; there is {', '.join(find_recipes())}"
+        )
+    return EXIT_DONE
+
+
+def _recipe_list() -> str:
+    from mlxft.config.recipes import USERS_FOLDER, description, find_recipes
+
+    recipes = find_recipes()
+    column = max(map(len, recipes), default=0) + 2
+    width = max(shutil.get_terminal_size().columns, column + 40)
+    lines = []
+    for name, recipe in recipes.items():
+        own = f" (yours: {recipe.shown_path})" if recipe.path.parent == USERS_FOLDER else ""
+        text = (description(recipe) or "no description") + own
+        lines.append(
+            textwrap.fill(text, width, initial_indent=f"{name:<{column}}", subsequent_indent=" " * column)
+        )
+    lines.append(
+        "\nmlxft train +recipe=NAME runs one; mlxft recipes copy NAME copies it to ./recipes to change it."
+    )
+    return "\n".join(lines)
+
+
+def _copy_recipe(name: str) -> str:
+    from mlxft.config.recipes import USERS_FOLDER, find_recipe
+
+    source = find_recipe(name).path
+    target = USERS_FOLDER / f"{Path(name).name}.yaml"
+    if target.exists():
+        raise InputError(f"{target} exists already; +recipe={name} uses it")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise InputError(f"{target} can't be written: {error.strerror}") from None
+    return f"{target}: +recipe={name} finds it first from here on"
+
+
+def _recipes_help() -> str:
+    return """\
+usage: mlxft recipes [NAME | copy NAME]
+
+Lists the recipes, shows one, or copies one to ./recipes, where +recipe=NAME finds it before mlxft's own."""
+
+
+def _doctor(arguments: list[str]) -> int:
+    from mlxft.doctor import main as run
+
+    return run(arguments)
+
+
+def _doctor_help() -> str:
+    return """\
+usage: mlxft doctor [--json] [--online]
+
+Says in one screen what mlxft runs on: backend, versions, BLAS, memory and speed.
+
+--json prints the same as JSON; --online also sees whether the model hub can be reached."""
+
+
+COMMANDS = {
+    "train": Command("fine-tune a model", _train_help, _train),
+    "eval": Command("loss and perplexity of a file of rows", _eval_help, _eval),
+    "generate": Command("one answer of a model", _generate_help, _generate),
+    "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
+    "doctor": Command("backend, versions, BLAS, memory and speed of this machine", _doctor_help, _doctor),
+}

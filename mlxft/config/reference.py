@@ -1,0 +1,43 @@
+"""The list of keys that --help prints, taken from the schema's own lines and comments."""
+
+import inspect
+import re
+from typing import get_type_hints
+
+from omegaconf import MISSING
+
+from mlxft.config.keys import Key, groups_of, keys_of
+from mlxft.config.schema import Config, GenerateConfig
+
+_FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
+
+
+def training_keys(groups: list[str] | None = None) -> str:
+    """Returns a line for each key of the groups (None: all): its name, its default, what it is."""
+    keys = keys_of(Config)
+    comments: dict[str, str] = {}
+    for group, schema in get_type_hints(Config).items():
+        comments |= {f"{group}.{name}": text for name, text in _comments(schema).items()}
+    return "\n\n".join(
+        "\n".join(_line(key, comments) for name, key in keys.items() if name.startswith(group + "."))
+        for group in groups or groups_of(keys)
+    )
+
+
+def generation_keys() -> str:
+    """Returns a line for each key that only `mlxft generate` has."""
+    comments = _comments(GenerateConfig)
+    return "\n".join(_line(key, comments) for key in keys_of(GenerateConfig).values())
+
+
+def _comments(schema: type) -> dict[str, str]:
+    return {found["name"]: found["comment"] or "" for found in _FIELD.finditer(inspect.getsource(schema))}
+
+
+def _line(key: Key, comments: dict[str, str]) -> str:
+    default = key.default
+    if default is None or default == MISSING:
+        shown = key.name
+    else:
+        shown = f"{key.name}={str(default).lower() if isinstance(default, bool) else default}"
+    return f"  {shown.replace(' ', ''):<33} {comments[key.name]}".rstrip()
