@@ -261,3 +261,12 @@ def _version(library, prefix: str = "") -> str:
         return ""
     describe.restype = ctypes.c_char_p
     return describe().decode(errors="replace").strip()
+
+
+def num_threads() -> int | None:
+    """Returns how many threads the OpenBLAS of this process runs a product with, None without one."""
+    process = ctypes.CDLL(None)
+    for name in ("openblas_get_num_threads", "scipy_openblas_get_num_threads"):
+        if hasattr(process, name):
+            return process[name]()
+    return None
