@@ -1,4 +1,4 @@
-"""The command `mlxft`: finds the command, hands its arguments on, and turns what comes back into an exit code.
+"""`mlxft`: finds the command, hands its arguments on, and turns what comes back into an exit code.
 
 Everything heavy is imported by the command that needs it: help and recipes answer at once.
 """
@@ -28,7 +28,10 @@ class Command:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 our fault, 2 wrong input, 3 stopped by a guard."""
+    """Runs one command and returns its exit code.
+
+    0 done, 1 a fault of ours, 2 wrong input, 3 stopped by a guard, 128 + N stopped by signal N.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _dispatch(arguments)
@@ -41,9 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("mlxft: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or the interpreter complains at its end
+        # The interpreter flushes once more at its end, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception:
         traceback.print_exc()
