@@ -113,3 +113,4 @@ class GenerateConfig:
     temperature: float = 0.0  # 0: always the likeliest token
     top_p: float = 1.0  # the share of probability that is drawn from
     seed: int = 0  # of the draws
+    thinking: bool = False  # let the model think first, where its template knows how
