@@ -16,20 +16,31 @@ FAST_MULTIPLE = 128
 FAST_HEAD_WIDTH = 128
 
 
-def attend(q, k, v, *, scale: float, layout: Layout, window: Optional[int] = None, sinks=None,
-           repeatable: bool = False) -> mx.array:
+def attend(
+    q,
+    k,
+    v,
+    *,
+    scale: float,
+    layout: Layout,
+    window: Optional[int] = None,
+    sinks=None,
+    repeatable: bool = False,
+) -> mx.array:
     """Returns the attention output (B, N, length, D) of queries that see what `layout` lets them.
 
     q: (B, N, length, D). k, v: (B, K, length, D). window: a query sees at most that many positions,
     itself included. repeatable: same bits every time, also where the backend's own backward is not.
     """
-    outputs = [_attend_piece(q, k, v, piece, scale=scale, window=window, sinks=sinks, repeatable=repeatable)
-               for piece in layout.pieces]
+    outputs = [
+        _attend_piece(q, k, v, piece, scale=scale, window=window, sinks=sinks, repeatable=repeatable)
+        for piece in layout.pieces
+    ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
 def _attend_piece(q, k, v, piece: Piece, *, window, **how) -> mx.array:
-    q = q[:, :, piece.start:piece.stop]
+    q = q[:, :, piece.start : piece.stop]
     k, v = (_ranges(x, piece.keys) for x in (k, v))
     if window is None or window >= piece.num_keys:
         return _causal(q, k, v, **how)
@@ -51,8 +62,9 @@ def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
     # The same number of queries and keys at the end keeps the alignment, and no real query sees them.
     pad = [(0, 0), (0, 0), (0, extra), (0, 0)]
     out = mx.fast.scaled_dot_product_attention(
-        mx.pad(q, pad), mx.pad(k, pad), mx.pad(v, pad), scale=scale, mask="causal", sinks=sinks)
-    return out[:, :, :q.shape[2]]
+        mx.pad(q, pad), mx.pad(k, pad), mx.pad(v, pad), scale=scale, mask="causal", sinks=sinks
+    )
+    return out[:, :, : q.shape[2]]
 
 
 def _fast_padding(q: mx.array) -> int:
@@ -69,11 +81,11 @@ def _windowed(q, k, v, *, window: int, scale, sinks, repeatable) -> mx.array:
     """
     num_queries, before = q.shape[2], k.shape[2] - q.shape[2]
     if before > window:  # nobody sees further back
-        k, v = k[:, :, before - window:], v[:, :, before - window:]
+        k, v = k[:, :, before - window :], v[:, :, before - window :]
         before = window
     first = min(window, num_queries)
     how = dict(scale=scale, sinks=sinks, repeatable=repeatable)
-    out = _first_block(q[:, :, :first], k[:, :, :before + first], v[:, :, :before + first], window, how)
+    out = _first_block(q[:, :, :first], k[:, :, : before + first], v[:, :, : before + first], window, how)
     if first == num_queries:
         return out
     rest = _later_blocks(q[:, :, first:], k[:, :, before:], v[:, :, before:], window, how)
@@ -95,8 +107,10 @@ def _later_blocks(q, k, v, window: int, how) -> mx.array:
     q, k, v = (mx.pad(x, pad) for x in (q, k, v))
     blocks = q.shape[2] // window
     q = _fold(_split(q, window), rows * blocks)
-    k, v = (_fold(mx.concatenate([s[:, :, :-1], s[:, :, 1:]], axis=3), rows * blocks)
-            for s in (_split(k, window), _split(v, window)))
+    k, v = (
+        _fold(mx.concatenate([s[:, :, :-1], s[:, :, 1:]], axis=3), rows * blocks)
+        for s in (_split(k, window), _split(v, window))
+    )
     row, column = mx.arange(window)[:, None], mx.arange(2 * window)[None]
     out = _masked(q, k, v, (column > row) & (column <= row + window), how)
     out = out.reshape(rows, blocks, *out.shape[1:]).transpose(0, 2, 1, 3, 4)
@@ -128,7 +142,7 @@ def _composed_causal(q, k, v, scale, sinks, block: int = 512) -> mx.array:
         row = mx.arange(start, stop)[:, None] + before
         mask = mx.arange(before + stop)[None] <= row
         part = mx.checkpoint(lambda q, k, v, mask=mask: _composed(q, k, v, mask, scale, sinks))
-        outputs.append(part(q[:, :, start:stop], k[:, :, :before + stop], v[:, :, :before + stop]))
+        outputs.append(part(q[:, :, start:stop], k[:, :, : before + stop], v[:, :, : before + stop]))
     return mx.concatenate(outputs, axis=2)
 
 

@@ -53,5 +53,6 @@ class TrainingCache:
     def attend(self, q, k, v, scale: float, mask: Optional[Window], sinks=None) -> mx.array:
         """Returns the attention output (B, N, T, D); called by the dispatcher in `install`."""
         window = mask.size if mask is not None else None
-        return attend(q, k, v, scale=scale, layout=self.layout, window=window, sinks=sinks,
-                      repeatable=self.repeatable)
+        return attend(
+            q, k, v, scale=scale, layout=self.layout, window=window, sinks=sinks, repeatable=self.repeatable
+        )

@@ -21,10 +21,16 @@ def layouts_installed(layers: list[nn.Module]):
     """Within the block the attentions of `layers` follow training caches; may be nested."""
     attentions = attention_modules(layers)
     sources = {sys.modules[type(attention).__module__] for attention in attentions}
-    replaced = [(source, getattr(source, _NAME)) for source in sources
-                if not isinstance(getattr(source, _NAME), _Dispatcher)]
-    roped = [(attention, attention.rope) for attention in attentions
-             if getattr(attention, "rope", None) is not None and not isinstance(attention.rope, _PieceRope)]
+    replaced = [
+        (source, getattr(source, _NAME))
+        for source in sources
+        if not isinstance(getattr(source, _NAME), _Dispatcher)
+    ]
+    roped = [
+        (attention, attention.rope)
+        for attention in attentions
+        if getattr(attention, "rope", None) is not None and not isinstance(attention.rope, _PieceRope)
+    ]
     try:
         for source, original in replaced:
             setattr(source, _NAME, _Dispatcher(original))
@@ -40,8 +46,12 @@ def layouts_installed(layers: list[nn.Module]):
 
 def attention_modules(layers: list[nn.Module]) -> list[nn.Module]:
     """Returns the modules inside `layers` whose class attends through the module-level name."""
-    return [module for layer in layers for _, module in layer.named_modules()
-            if hasattr(module, "rope") and hasattr(sys.modules[type(module).__module__], _NAME)]
+    return [
+        module
+        for layer in layers
+        for _, module in layer.named_modules()
+        if hasattr(module, "rope") and hasattr(sys.modules[type(module).__module__], _NAME)
+    ]
 
 
 class _Dispatcher:
@@ -65,6 +75,8 @@ class _PieceRope:
     def __call__(self, x: mx.array, offset=0) -> mx.array:
         if not isinstance(offset, Positions):
             return self.inner(x, offset=offset)
-        parts = [self.inner(x[..., piece.start:piece.stop, :], offset=piece.position)
-                 for piece in offset.layout.pieces]
+        parts = [
+            self.inner(x[..., piece.start : piece.stop, :], offset=piece.position)
+            for piece in offset.layout.pieces
+        ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,64 @@ def as_head(head: Union[Head, mx.array]) -> Head:
     return Head(lambda params, hidden: hidden @ params["weight"].T, {"weight": head})
 
 
-def linear_logps(hidden: mx.array, head: Union[Head, mx.array], targets: mx.array,
-                 chunk: Optional[int] = None) -> mx.array:
+def linear_logps(
+    hidden: mx.array, head: Union[Head, mx.array], targets: mx.array, chunk: Optional[int] = None
+) -> mx.array:
     """Returns the log-probability (M,) float32 in nats of each target under the head's logits.
 
     hidden: (M, H). targets: (M,) integers in [0, V). chunk: tokens whose logits exist at once; None
     makes all logits at once and keeps them for the backward, which is faster where they fit.
     """
     head = as_head(head)
-
-    def logps(params, hidden, targets):
-        # A recompute differentiates by all its inputs, and targets have no gradient.
-        return _token_logps(head.apply(params, hidden), mx.stop_gradient(targets))
-
-    if chunk is None:
-        return logps(head.params, hidden, targets)
-    recomputed = mx.checkpoint(logps)
-    parts = [recomputed(head.params, hidden[start:start + chunk], targets[start:start + chunk])
-             for start in range(0, targets.shape[0], chunk)]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    if chunk is None or targets.shape[0] <= chunk:
+        return _token_logps(head.apply(head.params, hidden), targets)
+    return _chunked(head, targets, chunk)(head.params, hidden)
 
 
-def linear_cross_entropy(hidden: mx.array, head: Union[Head, mx.array], targets: mx.array,
-                         weights: mx.array, chunk: Optional[int] = None) -> mx.array:
+def _chunked(head: Head, targets: mx.array, chunk: int) -> Callable:
+    """Returns logps(params, hidden) (M,) with a backward that makes a chunk's logits once more.
+
+    The graph would evaluate chunks side by side and hold all their logits: each is made to wait for
+    the one before.
+    """
+    spans = [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
+
+    @mx.custom_function
+    def logps(params, hidden):
+        parts: list[mx.array] = []
+        for span in spans:
+            rows = mx.depends(hidden[span], parts[-1]) if parts else hidden[span]
+            parts.append(_token_logps(head.apply(params, rows), targets[span]))
+        return mx.concatenate(parts)
+
+    @logps.vjp
+    def backward(primals, cotangent, _):
+        params, hidden = primals
+        d_params, parts = params, []
+        for span in spans:
+
+            def weighted(params, rows, span=span):
+                return (_token_logps(head.apply(params, rows), targets[span]) * cotangent[span]).sum()
+
+            rows = mx.depends(hidden[span], parts[-1]) if parts else hidden[span]
+            if params:
+                part, d_rows = mx.grad(weighted, argnums=(0, 1))(params, rows)
+                d_params = tree_map(mx.add, d_params, part) if parts else part
+            else:
+                d_rows = mx.grad(weighted, argnums=1)(params, rows)
+            parts.append(d_rows)
+        return d_params, mx.concatenate(parts)
+
+    return logps
+
+
+def linear_cross_entropy(
+    hidden: mx.array,
+    head: Union[Head, mx.array],
+    targets: mx.array,
+    weights: mx.array,
+    chunk: Optional[int] = None,
+) -> mx.array:
     """Returns the scalar sum of weights (M,) times the negative log-probability of each target.
 
     hidden: (M, H). targets: (M,). Other arguments as in `linear_logps`.

@@ -38,8 +38,10 @@ class DecoderView:
         self.decoder = getattr(self.text, "model", None)
         missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(self.decoder, name)]
         if missing:
-            raise InputError(f"models of type {model_type(model)!r} cannot be trained yet: "
-                             f"their code has no {', '.join(missing)} where others have it")
+            raise InputError(
+                f"models of type {model_type(model)!r} cannot be trained yet: "
+                f"their code has no {', '.join(missing)} where others have it"
+            )
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -158,4 +160,5 @@ def _compare(made: DecoderView, tokens: mx.array, how: str) -> None:
     if not difference <= limit:
         raise InputError(
             f"models of type {model_type(made.model)!r} cannot be trained yet: run layer by layer ({how}) "
-            f"this one's logits differ by {difference:.1e} of the largest (at most {limit:.0e} is rounding)")
+            f"this one's logits differ by {difference:.1e} of the largest (at most {limit:.0e} is rounding)"
+        )

@@ -42,8 +42,15 @@ class Gradient:
     arrays in turn (not with `compiled`, which leaves no phases to tell apart).
     """
 
-    def __init__(self, view: DecoderView, objective: Objective, kind: str = "whole",
-                 compiled: bool = False, repeatable: bool = False, observe: Optional[Observer] = None):
+    def __init__(
+        self,
+        view: DecoderView,
+        objective: Objective,
+        kind: str = "whole",
+        compiled: bool = False,
+        repeatable: bool = False,
+        observe: Optional[Observer] = None,
+    ):
         self.view = view
         self.objective = objective
         self.repeatable = repeatable
@@ -99,8 +106,9 @@ def trained_head(view: DecoderView) -> Head:
     return Head(view.head, view.head_module.trainable_parameters())
 
 
-def hidden_states(view: DecoderView, tokens: mx.array, cache: TrainingCache,
-                  run_layers: Optional[Callable] = None) -> mx.array:
+def hidden_states(
+    view: DecoderView, tokens: mx.array, cache: TrainingCache, run_layers: Optional[Callable] = None
+) -> mx.array:
     """Returns what the head reads, (B, T, H), for tokens (B, T)."""
     state = (run_layers or _run_plain)(view, view.embed(tokens), cache)
     return view.finish(state)

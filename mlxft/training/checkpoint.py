@@ -49,9 +49,11 @@ class Checkpoint:
         """
         path = self.folder / OPTIMIZER
         if not path.exists():
-            raise InputError(f"{self.folder} holds only the adapter (it was saved with "
-                             "trainer.save_only_adapter=true), so training cannot go on from it. "
-                             f"Start a new run from its weights with adapter.init_from={self.folder}")
+            raise InputError(
+                f"{self.folder} holds only the adapter (it was saved with "
+                "trainer.save_only_adapter=true), so training cannot go on from it. "
+                f"Start a new run from its weights with adapter.init_from={self.folder}"
+            )
         return mx.load(str(path))
 
 
@@ -62,8 +64,12 @@ class CheckpointStore:
         self.root = run_dir / "checkpoints"
         self.keep = keep
 
-    def save(self, state: dict[str, Any], optimizer: Optional[dict[str, mx.array]],
-             write_adapter: Callable[[Path], None]) -> Path:
+    def save(
+        self,
+        state: dict[str, Any],
+        optimizer: Optional[dict[str, mx.array]],
+        write_adapter: Callable[[Path], None],
+    ) -> Path:
         """Writes the checkpoint of `state["step"]` and returns its folder.
 
         Raises: GuardStop if the disk takes no more; older checkpoints are as they were.
@@ -81,9 +87,11 @@ class CheckpointStore:
             self._publish(aside, final)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise GuardStop(f"the checkpoint of step {state['step']} could not be written to {self.root}: "
-                            f"{error.strerror or error}. Earlier checkpoints are intact; free some space, then "
-                            "continue with trainer.resume=auto") from error
+            raise GuardStop(
+                f"the checkpoint of step {state['step']} could not be written to {self.root}: "
+                f"{error.strerror or error}. Earlier checkpoints are intact; free some space, then "
+                "continue with trainer.resume=auto"
+            ) from error
         self._retain(final)
         return final
 
@@ -101,7 +109,7 @@ class CheckpointStore:
     def _retain(self, newest: Path) -> None:
         if self.keep == "all":
             return
-        for old in self.folders()[:-self.keep]:
+        for old in self.folders()[: -self.keep]:
             if old != newest:
                 shutil.rmtree(old)
 
@@ -129,9 +137,11 @@ class CheckpointStore:
             except InputError as error:
                 log.warning("passing over a damaged checkpoint: %s", error)
         if folders:
-            raise InputError(f"all checkpoints in {self.root} are damaged ({len(folders)} found), so nothing "
-                             "can be resumed. Start anew in another run.dir, or with trainer.resume=none after "
-                             "removing this folder")
+            raise InputError(
+                f"all checkpoints in {self.root} are damaged ({len(folders)} found), so nothing "
+                "can be resumed. Start anew in another run.dir, or with trainer.resume=none after "
+                "removing this folder"
+            )
         return None
 
 
@@ -150,7 +160,9 @@ def read(folder: Path) -> Checkpoint:
         if not path.is_file():
             raise InputError(f"{folder}: {name} is missing")
         if path.stat().st_size != expected["bytes"]:
-            raise InputError(f"{folder}: {name} has {path.stat().st_size} bytes, {expected['bytes']} were written")
+            raise InputError(
+                f"{folder}: {name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
+            )
         if _sha256(path) != expected["sha256"]:
             raise InputError(f"{folder}: {name} is not what was written (its SHA-256 differs)")
     return Checkpoint(folder, json.loads((folder / STATE).read_text()))
@@ -187,8 +199,10 @@ def _sync(file) -> None:
 
 def _write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.iterdir())
-    write_json(folder / MANIFEST, {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-                                   for path in files})
+    write_json(
+        folder / MANIFEST,
+        {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files},
+    )
     sync_folder(folder)
 
 

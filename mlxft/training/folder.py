@@ -21,9 +21,22 @@ ROOT = Path("runs")
 # Keys that say where and whether, not what: they may differ between a run and its continuation.
 _PLACE_KEYS = ("run.dir", "trainer.resume")
 # Keys without which the rows, the arrays or the optimiser's state would not be the checkpoint's.
-_FIXED_KEYS = ("model.", "data.train", "data.format", "data.max_length", "data.truncate", "data.batch_size",
-               "data.shuffle", "data.train_on", "data.columns", "trainer.objective", "trainer.seed",
-               "trainer.accumulate", "adapter.", "optimizer.name")
+_FIXED_KEYS = (
+    "model.",
+    "data.train",
+    "data.format",
+    "data.max_length",
+    "data.truncate",
+    "data.batch_size",
+    "data.shuffle",
+    "data.train_on",
+    "data.columns",
+    "trainer.objective",
+    "trainer.seed",
+    "trainer.accumulate",
+    "adapter.",
+    "optimizer.name",
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,10 @@ def _fresh(given: Optional[Path], name: str) -> Path:
     if given is None:
         return _new_folder(name)
     if (given / CONFIG).exists() or (given / "checkpoints").exists():
-        raise InputError(f"run.dir={given} holds a run already. trainer.resume=auto continues it; "
-                         "another run.dir keeps both")
+        raise InputError(
+            f"run.dir={given} holds a run already. trainer.resume=auto continues it; "
+            "another run.dir keeps both"
+        )
     return given
 
 
@@ -100,8 +115,10 @@ def _newest_same(name: str, config: dict[str, Any]) -> Optional[Path]:
 def _from_path(path: Path, given: Optional[Path], name: str) -> Start:
     """A run's folder (its newest whole checkpoint) or one checkpoint's folder."""
     if not path.is_dir():
-        raise InputError(f"trainer.resume={path}: there is no such folder. Give a run's folder, "
-                         "one of its checkpoints/step-... folders, or auto")
+        raise InputError(
+            f"trainer.resume={path}: there is no such folder. Give a run's folder, "
+            "one of its checkpoints/step-... folders, or auto"
+        )
     if (path / "checkpoints").is_dir():
         newest = checkpoint = CheckpointStore(path).latest()
         run_dir = path
@@ -125,13 +142,21 @@ def _check_same(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     changed = _differences(now, before)
     fixed = [key for key in changed if key.startswith(_FIXED_KEYS)]
     if fixed:
-        lines = "\n".join(f"  {key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now" for key in fixed)
-        raise InputError(f"{checkpoint.folder} was trained with other settings and cannot be continued with "
-                         f"these:\n{lines}\nSet them back, or start a new run with adapter.init_from="
-                         f"{checkpoint.folder}")
+        lines = "\n".join(
+            f"  {key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now" for key in fixed
+        )
+        raise InputError(
+            f"{checkpoint.folder} was trained with other settings and cannot be continued with "
+            f"these:\n{lines}\nSet them back, or start a new run with adapter.init_from="
+            f"{checkpoint.folder}"
+        )
     for key in changed:
-        log.warning("resuming with %s=%s (was %s): the run will differ from one never stopped",
-                    key, now.get(key), before.get(key))
+        log.warning(
+            "resuming with %s=%s (was %s): the run will differ from one never stopped",
+            key,
+            now.get(key),
+            before.get(key),
+        )
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -158,11 +183,14 @@ def locked(run_dir: Path):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = open(run_dir / ".lock", "w")
     except OSError as error:
-        raise InputError(f"run.dir={run_dir} cannot be written ({error.strerror}). Choose another run.dir") from None
+        raise InputError(
+            f"run.dir={run_dir} cannot be written ({error.strerror}). Choose another run.dir"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"another process trains in {run_dir} now. Wait for it, or choose another "
-                             "run.dir") from None
+            raise InputError(
+                f"another process trains in {run_dir} now. Wait for it, or choose another run.dir"
+            ) from None
         yield

@@ -113,9 +113,19 @@ class Loop:
         progress.tokens += window.tokens
         progress.positions += window.positions
         progress.seconds += seconds
-        record = {"kind": "train", "step": progress.step, "loss": window.loss, "grad_norm": window.grad_norm,
-                  "lr": rate, "tokens": window.tokens, "positions": window.positions, **window.metrics,
-                  "seconds": seconds, "tokens_per_s": window.tokens / seconds, "peak_bytes": mx.get_peak_memory()}
+        record = {
+            "kind": "train",
+            "step": progress.step,
+            "loss": window.loss,
+            "grad_norm": window.grad_norm,
+            "lr": rate,
+            "tokens": window.tokens,
+            "positions": window.positions,
+            **window.metrics,
+            "seconds": seconds,
+            "tokens_per_s": window.tokens / seconds,
+            "peak_bytes": mx.get_peak_memory(),
+        }
         if window.is_finite:
             progress.skipped_in_a_row = 0
             progress.last_loss = window.loss
@@ -130,14 +140,19 @@ class Loop:
 
     def _guard(self, window: WindowGradient) -> None:
         step = self.progress.step
-        log.warning("step %d skipped: loss %s, gradient norm %s; the weights are as before",
-                    step, window.loss, window.grad_norm)
+        log.warning(
+            "step %d skipped: loss %s, gradient norm %s; the weights are as before",
+            step,
+            window.loss,
+            window.grad_norm,
+        )
         if self.progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
             return
         raise GuardStop(
             f"stopped: the gradients of steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were not finite. None of "
             f"them was applied and the checkpoints in {self.store.root} are intact. A lower optimizer.lr, "
-            "trainer.clip_norm above 0 or model.dtype=float32 may help; look at the rows of these steps too")
+            "trainer.clip_norm above 0 or model.dtype=float32 may help; look at the rows of these steps too"
+        )
 
     def _validate_if_due(self) -> None:
         """Validates at the start, every eval_every steps and at the end, once each, resumed or not."""
@@ -148,7 +163,9 @@ class Loop:
         record = {"kind": "valid", "step": progress.step, **self.validate()}
         progress.validated_step = progress.step
         best = progress.best_loss
-        if math.isfinite(record["loss"]) and (best is None or record["loss"] < best - self.config.trainer.min_delta):
+        if math.isfinite(record["loss"]) and (
+            best is None or record["loss"] < best - self.config.trainer.min_delta
+        ):
             progress.best_loss, progress.best_step = record["loss"], progress.step
             progress.without_improvement = 0
             self.save_best()
@@ -175,5 +192,9 @@ class Loop:
         latest = self.store.root / f"step-{step:06d}"
         if step and not latest.exists():
             self._save()
-        saved = f"saved step {step} in {latest}; go on with trainer.resume=auto" if step else "no step was done yet"
+        saved = (
+            f"saved step {step} in {latest}; go on with trainer.resume=auto"
+            if step
+            else "no step was done yet"
+        )
         raise Interrupted(f"interrupted: {saved}", self.stop.signum)

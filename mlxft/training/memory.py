@@ -20,7 +20,11 @@ class MemoryLog:
     def __call__(self, phase: str, arrays: Any) -> None:
         mx.reset_peak_memory()
         mx.eval(arrays)
-        record = {"phase": phase, "peak_bytes": mx.get_peak_memory(), "active_bytes": mx.get_active_memory(),
-                  "cache_bytes": mx.get_cache_memory()}
+        record = {
+            "phase": phase,
+            "peak_bytes": mx.get_peak_memory(),
+            "active_bytes": mx.get_active_memory(),
+            "cache_bytes": mx.get_cache_memory(),
+        }
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

@@ -11,9 +11,16 @@ from mlx.utils import tree_flatten, tree_map, tree_reduce
 from mlxft.config.schema import OptimizerConfig, ScheduleConfig
 
 CLASSES = {
-    "adamw": optimizers.AdamW, "adam": optimizers.Adam, "adamax": optimizers.Adamax,
-    "adagrad": optimizers.Adagrad, "adadelta": optimizers.AdaDelta, "adafactor": optimizers.Adafactor,
-    "lion": optimizers.Lion, "muon": optimizers.Muon, "rmsprop": optimizers.RMSprop, "sgd": optimizers.SGD,
+    "adamw": optimizers.AdamW,
+    "adam": optimizers.Adam,
+    "adamax": optimizers.Adamax,
+    "adagrad": optimizers.Adagrad,
+    "adadelta": optimizers.AdaDelta,
+    "adafactor": optimizers.Adafactor,
+    "lion": optimizers.Lion,
+    "muon": optimizers.Muon,
+    "rmsprop": optimizers.RMSprop,
+    "sgd": optimizers.SGD,
 }
 
 
@@ -25,8 +32,12 @@ def build(config: OptimizerConfig) -> optimizers.Optimizer:
     """
     cls = CLASSES[config.name]
     known = inspect.signature(cls.__init__).parameters
-    settings = {"betas": list(config.betas), "eps": config.eps, "weight_decay": config.weight_decay,
-                "bias_correction": config.bias_correction}
+    settings = {
+        "betas": list(config.betas),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "bias_correction": config.bias_correction,
+    }
     settings = {name: value for name, value in settings.items() if name in known}
     if config.name == "adafactor":
         settings.pop("eps")
@@ -54,7 +65,9 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleCo
 
 def global_norm(gradients: Any) -> mx.array:
     """Returns the L2 norm () float32 over all arrays of the tree."""
-    squares = tree_reduce(lambda total, g: total + mx.square(g.astype(mx.float32)).sum(), gradients, mx.array(0.0))
+    squares = tree_reduce(
+        lambda total, g: total + mx.square(g.astype(mx.float32)).sum(), gradients, mx.array(0.0)
+    )
     return mx.sqrt(squares)
 
 

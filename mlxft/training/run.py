@@ -101,11 +101,15 @@ class _Run:
         self.folder = resolve(self.config.model.path, self.config.model.revision)
         self.tokenizer = load_tokenizer(self.folder, required=self.config.data.format != "tokens")
         vocabulary = _vocabulary_size(self.folder)
-        train_rows, report = load_examples(self.config.data.train, self.config.data, self.tokenizer, vocabulary)
+        train_rows, report = load_examples(
+            self.config.data.train, self.config.data, self.tokenizer, vocabulary
+        )
         _log_lines("training rows", report.lines())
         valid_rows: list[Example] = []
         if self.config.data.valid is not None:
-            valid_rows, report = load_examples(self.config.data.valid, self.config.data, self.tokenizer, vocabulary)
+            valid_rows, report = load_examples(
+                self.config.data.valid, self.config.data, self.tokenizer, vocabulary
+            )
             _log_lines("validation rows", report.lines())
         self.fingerprint = _fingerprint(train_rows)
         return train_rows, valid_rows
@@ -127,24 +131,46 @@ class _Run:
         """Padding is never a target and no real token sees it: any id of the vocabulary does."""
         return 0
 
-    def _loop(self, made: DecoderView, windows: Windows, total_steps: int, screen, stop: StopRequest,
-              valid_rows: Sequence[Example]) -> Loop:
+    def _loop(
+        self,
+        made: DecoderView,
+        windows: Windows,
+        total_steps: int,
+        screen,
+        stop: StopRequest,
+        valid_rows: Sequence[Example],
+    ) -> Loop:
         trainer = self.config.trainer
         objective = objectives.build(self.config)
-        stepper = Stepper(objective, self._gradient(made, objective), optimizer.build(self.config.optimizer),
-                          trainer.clip_norm, trainer.seed, self.config.adapter.dropout > 0, self.multiple,
-                          should_stop=stop)
+        stepper = Stepper(
+            objective,
+            self._gradient(made, objective),
+            optimizer.build(self.config.optimizer),
+            trainer.clip_norm,
+            trainer.seed,
+            self.config.adapter.dropout > 0,
+            self.multiple,
+            should_stop=stop,
+        )
         stepper.optimizer.init(made.model.trainable_parameters())
         check = None
         if valid_rows:
             batches = fixed_batches(valid_rows, self.config.data.batch_size, self._pad_id, self.multiple)
             check = lambda: validate(made, objective, batches, self.multiple)  # noqa: E731
         return Loop(
-            self.config, stepper, windows, total_steps, MetricsFile(self._metrics_path(), self._first_step()),
-            CheckpointStore(self.run_dir, trainer.keep), screen, stop,
+            self.config,
+            stepper,
+            windows,
+            total_steps,
+            MetricsFile(self._metrics_path(), self._first_step()),
+            CheckpointStore(self.run_dir, trainer.keep),
+            screen,
+            stop,
             write_adapter=lambda folder: self._write_adapter(made, folder),
-            save_best=lambda: self._write_adapter(made, self.run_dir / "best"), validate=check,
-            checkpoint_extra={"config": self.plain, "rows": self.fingerprint})
+            save_best=lambda: self._write_adapter(made, self.run_dir / "best"),
+            validate=check,
+            checkpoint_extra={"config": self.plain, "rows": self.fingerprint},
+        )
 
     def _gradient(self, made: DecoderView, objective) -> Gradient:
         trainer = self.config.trainer
@@ -169,9 +195,11 @@ class _Run:
         if checkpoint is None:
             return
         if checkpoint.state["rows"] != self.fingerprint:
-            raise InputError(f"the rows of data.train are not those that {checkpoint.folder} was trained on "
-                             "(their tokens differ). Put the file back, or start a new run with "
-                             f"adapter.init_from={checkpoint.folder}")
+            raise InputError(
+                f"the rows of data.train are not those that {checkpoint.folder} was trained on "
+                "(their tokens differ). Put the file back, or start a new run with "
+                f"adapter.init_from={checkpoint.folder}"
+            )
         arrays = mx.load(str(checkpoint.folder / "adapters.safetensors"))
         _check_names(made.model.trainable_parameters(), arrays, checkpoint.folder)
         made.model.update(tree_unflatten(list(arrays.items())))
@@ -202,14 +230,31 @@ class _Run:
 
     def _summarise(self, progress: Progress, status: str, before: list, after: list) -> RunResult:
         adapter = self.run_dir / "adapter"
-        write_json(self.run_dir / "summary.json", {
-            "status": status, "steps": progress.step, "loss": progress.last_loss, "best_loss": progress.best_loss,
-            "best_step": progress.best_step, "tokens": progress.tokens, "positions": progress.positions,
-            "skipped_steps": progress.skipped, "seconds": progress.seconds, "adapter": "adapter",
-            "trainable_parameters": self.report.num_trainable, "samples": {"before": before, "after": after}})
+        write_json(
+            self.run_dir / "summary.json",
+            {
+                "status": status,
+                "steps": progress.step,
+                "loss": progress.last_loss,
+                "best_loss": progress.best_loss,
+                "best_step": progress.best_step,
+                "tokens": progress.tokens,
+                "positions": progress.positions,
+                "skipped_steps": progress.skipped,
+                "seconds": progress.seconds,
+                "adapter": "adapter",
+                "trainable_parameters": self.report.num_trainable,
+                "samples": {"before": before, "after": after},
+            },
+        )
         show_samples(before, after)
-        log.info("%s after %d steps. Run: %s  adapter: %s", status.replace("_", " "), progress.step,
-                 self.run_dir, adapter)
+        log.info(
+            "%s after %d steps. Run: %s  adapter: %s",
+            status.replace("_", " "),
+            progress.step,
+            self.run_dir,
+            adapter,
+        )
         return RunResult(self.run_dir, adapter, status, progress.step, progress.last_loss, progress.best_loss)
 
 

@@ -17,8 +17,10 @@ def answer_all(model: nn.Module, tokenizer: Any, questions: Sequence[str]) -> li
         raise InputError("trainer.samples asks questions, and the model's folder has no tokenizer")
     from mlxft.evaluation.generate import answer
 
-    return [{"question": question, "answer": answer(model, tokenizer, question, MAX_TOKENS)}
-            for question in questions]
+    return [
+        {"question": question, "answer": answer(model, tokenizer, question, MAX_TOKENS)}
+        for question in questions
+    ]
 
 
 def show_samples(before: Sequence[dict[str, str]], after: Sequence[dict[str, str]]) -> None:

@@ -21,10 +21,16 @@ class PlainScreen:
         """Prints the step unless one was printed just now."""
         self._pace.add(record)
         now = time.monotonic()
-        if record["step"] < self._total and now - self._last < _SECONDS_BETWEEN_LINES and "skipped" not in record:
+        if (
+            record["step"] < self._total
+            and now - self._last < _SECONDS_BETWEEN_LINES
+            and "skipped" not in record
+        ):
             return
         self._last = now
-        print(f"step {record['step']}/{self._total}  {_describe(record)}  {self._pace.left()} left", flush=True)
+        print(
+            f"step {record['step']}/{self._total}  {_describe(record)}  {self._pace.left()} left", flush=True
+        )
 
     def valid(self, record: dict[str, Any]) -> None:
         """Prints the validation loss."""
@@ -73,8 +79,10 @@ class _Pace:
 
 def _describe(record: dict[str, Any]) -> str:
     skipped = "  SKIPPED (not finite)" if "skipped" in record else ""
-    return (f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
-            f"peak {record['peak_bytes'] / 1e9:.2f} GB{skipped}")
+    return (
+        f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s  "
+        f"peak {record['peak_bytes'] / 1e9:.2f} GB{skipped}"
+    )
 
 
 def _describe_validation(record: dict[str, Any]) -> str:
@@ -90,6 +98,11 @@ def open_screen(total_steps: int):
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[status]}"))
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}"),
+    )
     with Progress(*columns) as progress:
         yield RichScreen(progress, total_steps)

@@ -67,9 +67,13 @@ class Stepper:
         loss, metrics, gradients = total
         norm = global_norm(gradients)
         return WindowGradient(
-            loss=loss.item(), grad_norm=norm.item(), gradients=gradients, tokens=counts["tokens"],
+            loss=loss.item(),
+            grad_norm=norm.item(),
+            gradients=gradients,
+            tokens=counts["tokens"],
             positions=sum(batch.num_positions for batch in batches),
-            metrics={name: value.item() for name, value in metrics.items()})
+            metrics={name: value.item() for name, value in metrics.items()},
+        )
 
     def _counts(self, batches: Sequence[Batch]) -> dict[str, int]:
         totals: dict[str, int] = {}

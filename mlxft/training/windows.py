@@ -32,7 +32,7 @@ class Windows:
     def at(self, step: int) -> list[Batch]:
         """Returns the micro-batches of the optimiser step `step`, counted from 0 over all epochs."""
         epoch, window = divmod(step, self.per_epoch)
-        rows = self.order.epoch(epoch)[window * self.accumulate:(window + 1) * self.accumulate]
+        rows = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
         return [collate([self.examples[i] for i in batch], self.pad_id, self.multiple) for batch in rows]
 
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:

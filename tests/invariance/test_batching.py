@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlxft.data.batches import collate
 
 from mlxft.config.schema import AdapterConfig
-from mlxft.data.batches import collate
 from mlxft.data.example import Batch, Example
 from mlxft.models.decoder import view
 from mlxft.models.load import load
@@ -35,14 +35,21 @@ def fill_adapters(model):
     """B starts at zero, where half of all gradients are zero too."""
     arrays = tree_flatten(model.trainable_parameters())
     keys = mx.random.split(mx.random.key(5), len(arrays))
-    model.load_weights([(name, 0.1 * mx.random.normal(array.shape, key=key))
-                        for (name, array), key in zip(arrays, keys, strict=True)], strict=False)
+    model.load_weights(
+        [
+            (name, 0.1 * mx.random.normal(array.shape, key=key))
+            for (name, array), key in zip(arrays, keys, strict=True)
+        ],
+        strict=False,
+    )
 
 
 def rows(lengths=(9, 23, 14, 3)) -> list[Example]:
     random = np.random.default_rng(3)
-    return [Example(random.integers(3, VOCAB_SIZE, n).astype(np.int32), np.arange(n) * 3 >= n, f"row {n}")
-            for n in lengths]
+    return [
+        Example(random.integers(3, VOCAB_SIZE, n).astype(np.int32), np.arange(n) * 3 >= n, f"row {n}")
+        for n in lengths
+    ]
 
 
 def window(made, batches, kind="whole", head=HeadPlan("full"), compiled=False, key=None, multiple=1):

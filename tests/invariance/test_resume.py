@@ -14,9 +14,19 @@ from tests.runs import metrics, train, write_token_rows
 from tests.tiny_models import make_model
 
 # 10 rows in batches of 2, windows of 2 micro-batches: three steps an epoch, the third with one.
-SETTINGS = ["data.batch_size=2", "trainer.accumulate=2", "trainer.epochs=3", "adapter.rank=4",
-            "adapter.dropout=0.2", "optimizer.lr=1e-2", "schedule.warmup_steps=2", "trainer.eval_every=2",
-            "trainer.save_every=1", "trainer.keep=all", "trainer.seed=7"]
+SETTINGS = [
+    "data.batch_size=2",
+    "trainer.accumulate=2",
+    "trainer.epochs=3",
+    "adapter.rank=4",
+    "adapter.dropout=0.2",
+    "optimizer.lr=1e-2",
+    "schedule.warmup_steps=2",
+    "trainer.eval_every=2",
+    "trainer.save_every=1",
+    "trainer.keep=all",
+    "trainer.seed=7",
+]
 STEPS = 9
 
 
@@ -35,8 +45,11 @@ def setting(tmp_path_factory):
 def arrays_of(run_dir) -> dict[str, np.ndarray]:
     """The weights and the optimiser's state after the last step."""
     last = run_dir / "checkpoints" / f"step-{STEPS:06d}"
-    return {f"{file} {name}": np.array(array) for file in ("adapters", "optimizer")
-            for name, array in mx.load(str(last / f"{file}.safetensors")).items()}
+    return {
+        f"{file} {name}": np.array(array)
+        for file in ("adapters", "optimizer")
+        for name, array in mx.load(str(last / f"{file}.safetensors")).items()
+    }
 
 
 def assert_same_run(one, other):
@@ -61,7 +74,9 @@ def test_resuming_after_any_step_equals_never_stopping(setting, step, tmp_path):
 
 
 @pytest.mark.parametrize("call", [1, 2, 6, 9])
-def test_a_signal_anywhere_in_a_window_saves_and_the_window_is_run_again(setting, call, tmp_path, monkeypatch):
+def test_a_signal_anywhere_in_a_window_saves_and_the_window_is_run_again(
+    setting, call, tmp_path, monkeypatch
+):
     """The signal arrives while micro-batch number `call` is computed: 2 ends a window, 6 is inside one."""
     root, model, data, more = setting
     calls = iter(range(1, 100))
@@ -97,7 +112,7 @@ def test_validation_does_not_change_training(setting, tmp_path):
 def test_each_epoch_sees_every_row_once(setting):
     root = setting[0]
     lines = metrics(root / "straight", "train")
-    supervised = [sum(line["tokens"] for line in lines[epoch * 3:epoch * 3 + 3]) for epoch in range(3)]
+    supervised = [sum(line["tokens"] for line in lines[epoch * 3 : epoch * 3 + 3]) for epoch in range(3)]
     # Of n tokens those from the middle on are targets, and the first token never is one.
     expected = sum(n - -(-n // 2) for n in [5, 9, 30, 7, 12, 18, 6, 25, 11, 4])
     assert supervised == [expected] * 3

@@ -22,7 +22,12 @@ LORA = [f"adapter.init_from={MODEL / 'adapter'}", "optimizer.lr=5e-3"]
 RUNS = {
     "sft_lora": LORA,
     "sft_lora_uncorrected_adam": [LORA[0], "optimizer.lr=5e-4", "optimizer.bias_correction=false"],
-    "sft_lora_clip_warmup_cosine": [*LORA, "trainer.clip_norm=1.0", "schedule=cosine", "schedule.warmup_steps=5"],
+    "sft_lora_clip_warmup_cosine": [
+        *LORA,
+        "trainer.clip_norm=1.0",
+        "schedule=cosine",
+        "schedule.warmup_steps=5",
+    ],
     "sft_full": ["adapter=full", "optimizer.lr=1e-3"],
 }
 
@@ -34,8 +39,12 @@ def curve_rows(path: Path) -> Path:
     for batch in range(4):
         for row in range(4):
             length = int(data["sft.attention_mask"][batch, row].sum())
-            rows.append({"input_ids": data["sft.input_ids"][batch, row, :length].tolist(),
-                         "completion_mask": data["sft.completion_mask"][batch, row, :length].tolist()})
+            rows.append(
+                {
+                    "input_ids": data["sft.input_ids"][batch, row, :length].tolist(),
+                    "completion_mask": data["sft.completion_mask"][batch, row, :length].tolist(),
+                }
+            )
     return write_rows(path, rows)
 
 
@@ -46,8 +55,15 @@ def relative(value, reference) -> float:
 @pytest.mark.parametrize("gradient", ["whole", "checkpoint"])
 @pytest.mark.parametrize("name", RUNS)
 def test_twenty_steps_equal_trl(name, gradient, tmp_path):
-    overrides = ["schedule=constant", "trainer.clip_norm=0", "data.shuffle=false", "data.batch_size=4",
-                 "trainer.max_steps=20", f"trainer.gradient={gradient}", *RUNS[name]]
+    overrides = [
+        "schedule=constant",
+        "trainer.clip_norm=0",
+        "data.shuffle=false",
+        "data.batch_size=4",
+        "trainer.max_steps=20",
+        f"trainer.gradient={gradient}",
+        *RUNS[name],
+    ]
     result = train(MODEL, curve_rows(tmp_path / "rows.jsonl"), tmp_path / "run", *overrides)
     data = np.load(HERE / "curves_llama_untied.npz")
     loss = column(tmp_path / "run", "loss")

@@ -87,8 +87,10 @@ def test_accumulation_weights_by_tokens_not_by_micro_batches():
     batch = sft_batch(data)
     tokens = [int(n) for n in data["accum.tokens"]]
     split = next(cut for cut in range(1, 4) if batch.mask[:cut, 1:].sum() == tokens[0])
-    parts = [Batch(batch.tokens[rows], batch.mask[rows], batch.lengths[rows])
-             for rows in (slice(0, split), slice(split, 4))]
+    parts = [
+        Batch(batch.tokens[rows], batch.mask[rows], batch.lengths[rows])
+        for rows in (slice(0, split), slice(split, 4))
+    ]
     adapter = AdapterConfig(init_from=str(MODEL / "adapter"))
     loss, gradients = loss_and_gradients(adapter, "whole", 1000, parts)
     assert loss == pytest.approx(float(data["accum.token_weighted.loss"]), rel=5e-6 * SLACK)

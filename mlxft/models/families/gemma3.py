@@ -14,8 +14,10 @@ class Gemma3View(DecoderView):
     def windows(self) -> list[Optional[int]]:
         """Returns the window of each layer; the last of every `sliding_window_pattern` layers has none."""
         pattern = self.decoder.sliding_window_pattern
-        return [None if index % pattern == pattern - 1 else self.decoder.window_size
-                for index in range(self.num_layers)]
+        return [
+            None if index % pattern == pattern - 1 else self.decoder.window_size
+            for index in range(self.num_layers)
+        ]
 
     def embed(self, tokens: mx.array, given: Optional[mx.array] = None) -> State:
         """Returns the embeddings times sqrt(H), rounded to bfloat16 as the released models were trained."""
