@@ -1,0 +1,84 @@
+"""Which rows go together in a micro-batch, epoch by epoch, and rows padded to one length."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlxft.data.example import Batch, Example
+from mlxft.errors import InputError
+
+_ORDER_STREAM = 1  # keeps this generator apart from others made of the same seed
+_WINDOW_BATCHES = 50  # rows are sorted by length among this many batches of a random order
+
+
+class BatchOrder:
+    """The order of micro-batches in each epoch: every row exactly once, the last batch smaller.
+
+    A pure function of (seed, epoch): resuming needs no generator's state. With `shuffle`, rows of
+    similar length go together, so little is padded: a random order is cut into windows, each window
+    sorted by length and cut into batches, and the batches shuffled. The smaller batch takes rows at
+    random and comes last. Without `shuffle`: the order of the rows, `batch_size` at a time.
+
+    lengths: (N,) tokens of each row.
+
+    Raises:
+        InputError: no rows, or a batch size or seed out of range.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, shuffle: bool, seed: int):
+        if batch_size < 1:
+            raise InputError(f"data.batch_size={batch_size}: must be 1 or more.")
+        if seed < 0:
+            raise InputError(f"trainer.seed={seed}: must be 0 or more.")
+        if len(lengths) == 0:
+            raise InputError("There are no rows to make batches of.")
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self._lengths) // self._batch_size)
+
+    def epoch(self, n: int) -> list[list[int]]:
+        """Returns the rows' indices of each micro-batch of epoch `n` (from 0)."""
+        if not self._shuffle:
+            return _cut(np.arange(len(self._lengths)), self._batch_size)
+        random = np.random.default_rng(np.random.SeedSequence([self._seed, n, _ORDER_STREAM]))
+        order = random.permutation(len(self._lengths))
+        num_full = len(order) // self._batch_size * self._batch_size
+        batches: list[list[int]] = []
+        for rows in _cut(order[:num_full], _WINDOW_BATCHES * self._batch_size):
+            window = np.array(rows)
+            by_length = window[np.argsort(self._lengths[window], kind="stable")]
+            batches += _cut(by_length, self._batch_size)
+        batches = [batches[place] for place in random.permutation(len(batches))]
+        return batches + _cut(order[num_full:], self._batch_size)
+
+    def longest(self) -> list[int]:
+        """Returns the rows of the batch that is largest to forward: no epoch has a larger one."""
+        if self._shuffle:  # the longest rows may meet
+            return np.argsort(-self._lengths, kind="stable")[: self._batch_size].tolist()
+        return max(self.epoch(0), key=lambda rows: len(rows) * int(self._lengths[rows].max()))
+
+
+def collate(examples: Sequence[Example], pad_id: int, multiple: int = 1) -> Batch:
+    """Returns the rows side by side, padded at the end to the longest.
+
+    multiple: the forwarded positions (T - 1) are rounded up to a multiple of it. Padding is never a
+    target and comes after every real token, so no loss or gradient depends on `pad_id`.
+    """
+    lengths = np.array([len(example.tokens) for example in examples], dtype=np.int32)
+    positions = max(int(lengths.max()) - 1, 1)
+    width = 1 + -(-positions // multiple) * multiple
+    tokens = np.full((len(examples), width), pad_id, dtype=np.int32)
+    mask = np.zeros((len(examples), width), dtype=bool)
+    for place, example in enumerate(examples):
+        tokens[place, : len(example.tokens)] = example.tokens
+        mask[place, : len(example.tokens)] = example.mask
+    return Batch(tokens, mask, lengths)
+
+
+def _cut(rows: np.ndarray, size: int) -> list[list[int]]:
+    return [rows[begin : begin + size].tolist() for begin in range(0, len(rows), size)]

@@ -1,0 +1,92 @@
+"""Turns a conversation into tokens with a mask of exactly what the model is to learn.
+
+The whole conversation is rendered and tokenised once, as the tokenizer itself does it. Supervised
+are the assistant's turns with the token that ends each, and nothing that the template wrote.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxft.data.answers import find_answers
+from mlxft.data.formats import ChatRow
+from mlxft.data.template import ChatTemplate, Refused, Rendered
+from mlxft.errors import InputError
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """tokens: (T,) int32. mask: (T,) bool. num_unended: answers that the template closes with no token."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    num_unended: int = 0
+
+
+class ChatEncoder:
+    """Encodes conversations with a tokenizer's chat template; made once for a set of rows.
+
+    Raises:
+        InputError: as `ChatTemplate`.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._template = ChatTemplate(tokenizer)
+
+    def encode(self, row: ChatRow, train_on: str) -> ChatTokens:
+        """Returns the row's tokens, equal to the tokenizer's own rendering, with the mask of what is trained.
+
+        train_on: "assistant" (every answer and its end token), "last_assistant", or "all" (every token).
+        Turns before `row.num_context` are trained by "all" only.
+
+        Raises:
+            InputError: the template refuses the row, leaves out an answer, or hides where it lies.
+        """
+        try:
+            rendered = self._template.tokenise(self._template.render(row.messages, row.tools))
+        except Refused as reason:
+            raise InputError(
+                f"{row.where}: the model's chat template does not take this row: {reason}"
+            ) from None
+        mask = np.zeros(len(rendered.tokens), dtype=bool)
+        if train_on == "all":
+            return ChatTokens(rendered.tokens, ~mask)
+        turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
+        turns = [place for place in turns if place >= row.num_context]
+        if train_on == "last_assistant":
+            turns = turns[-1:]
+        num_unended, done = 0, -1
+        for turn, span in find_answers(self._template, row, rendered, turns).items():
+            if span is None or span[0] <= done:
+                raise InputError(
+                    f"{row.where}: cannot find messages[{turn}] in the text that the model's chat template "
+                    "makes (tool calls need a template that knows tools). Mark the answers in the template "
+                    "with {% generation %}, or give the row as prompt and completion."
+                )
+            first, done = span
+            ended = self._ends(rendered, done)
+            self._check_said(row, turn, rendered, first, done - ended)
+            mask[first : done + 1] = True
+            num_unended += not ended
+        return ChatTokens(rendered.tokens, mask, num_unended)
+
+    def _ends(self, rendered: Rendered, place: int) -> bool:
+        return int(rendered.tokens[place]) in self._template.end_ids | self._template.special_ids
+
+    def _check_said(self, row: ChatRow, turn: int, rendered: Rendered, first: int, last: int) -> None:
+        """Refuses an answer of which nothing, or not its tool calls, is among the tokens first to last."""
+        if last < first:
+            raise InputError(
+                f"{row.where}: the model's chat template writes nothing of messages[{turn}], so there is "
+                "nothing to train on. A turn of tool calls needs a model whose template knows tools."
+            )
+        said = rendered.text_of(first, last)
+        for call in row.messages[turn].get("tool_calls") or []:
+            function = call.get("function")
+            name = function.get("name") if isinstance(function, dict) else call.get("name")
+            if isinstance(name, str) and name not in said:
+                raise InputError(
+                    f"{row.where}: the model's chat template leaves out the call of {name!r} in "
+                    f"messages[{turn}]. Use a model whose template knows tools, or take the call out."
+                )
