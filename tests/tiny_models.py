@@ -81,7 +81,7 @@ def make_model(folder: Path, family: str, seed: int = 0, quantize: int | None = 
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**_COMMON, **FAMILIES[family], **overrides}
+    config = model_config(family, **overrides)
     model = random_model(config, seed)
     if quantize:
         nn.quantize(model, group_size=32, bits=quantize)
@@ -91,6 +91,11 @@ def make_model(folder: Path, family: str, seed: int = 0, quantize: int | None = 
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(folder)
     return folder
+
+
+def model_config(family: str, **overrides) -> dict:
+    """Returns the content of config.json."""
+    return {**_COMMON, **FAMILIES[family], **overrides}
 
 
 def random_model(config: dict, seed: int = 0) -> nn.Module:

@@ -32,12 +32,12 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         content = read_json(index)
-        listed = content.get("weight_map")
-        if not isinstance(listed, dict):
+        shards = content.get("weight_map")
+        if not isinstance(shards, dict):
             raise InputError(f"{index} has no weight_map")
-        absent = sorted(set(listed.values()) - {f.name for f in files})
+        absent = sorted(set(shards.values()) - {f.name for f in files})
         if absent:
-            raise InputError(f"{folder} lacks {_names(absent)}, listed in {index.name}; fetch it again")
+            raise InputError(f"{folder} lacks {listed(absent)}, listed in {index.name}; fetch it again")
     seen: dict[str, str] = {}
     for file in files:
         for name in tensor_names(file):
@@ -99,7 +99,7 @@ def check_fit(weights: dict[str, "mx.array"], parameters: dict[str, "mx.array"],
                         (unused, "in the checkpoint, but not in the model"),
                         (wrong, "of the wrong shape")):
         if found:
-            problems.append(f"{_count(found)} {what}: {_names(found)}")
+            problems.append(f"{_count(found)} {what}: {listed(found)}")
     if problems:
         raise InputError(f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(problems))
 
@@ -121,17 +121,17 @@ def check_dropped(before: dict[str, "mx.array"], after: dict[str, "mx.array"],
     gone = [name for name in gone if name not in heads and name not in left_out]
     if left_out:
         log.info("%s: %s left out, not part of the text model: %s",
-                 folder, _count(left_out), _names(left_out, 3))
+                 folder, _count(left_out), listed(left_out, 3))
     originals = {id(array) for array in before.values()}
     made = [array for array in after.values() if id(array) not in originals]
     if not gone or sum(before[name].size for name in gone) == sum(array.size for array in made):
         return
     if made:
         log.warning("%s: %s combined into others or dropped by mlx-lm's code for %s: %s",
-                    folder, _count(gone), config.get("model_type"), _names(gone))
+                    folder, _count(gone), config.get("model_type"), listed(gone))
         return
     raise InputError(f"the weights in {folder} do not fit its config.json: mlx-lm's code for "
-                     f"{config.get('model_type')} has no use for {_count(gone)}: {_names(gone)}")
+                     f"{config.get('model_type')} has no use for {_count(gone)}: {listed(gone)}")
 
 
 def _may_be_left_out(name: str, config: dict) -> bool:
@@ -157,7 +157,8 @@ def _count(names: list[str]) -> str:
     return f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
 
 
-def _names(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+def listed(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+    """Returns the first names in a sentence, and how many more there are."""
     names = list(names)
     more = f", and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

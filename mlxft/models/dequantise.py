@@ -25,7 +25,7 @@ def dequantise_where_it_fits(model: nn.Module, dtype: mx.Dtype) -> bool:
     layers = [(name, module) for name, module in model.named_modules() if is_quantised(module)]
     if not layers:
         return False
-    need = sum(_num_values(module) for _, module in layers) * dtype.size
+    need = sum(num_packed_values(module) for _, module in layers) * dtype.size
     free = available_bytes()
     if need > _SHARE_OF_MEMORY * free:
         log.warning("the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB that "
@@ -61,7 +61,8 @@ def available_bytes() -> int:
     return max(free, 0)
 
 
-def _num_values(module: nn.Module) -> int:
+def num_packed_values(module: nn.Module) -> int:
+    """Returns how many weights the packed form of a quantised module stands for."""
     return module.weight.size * 32 // module.bits
 
 

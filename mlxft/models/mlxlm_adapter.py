@@ -1,0 +1,88 @@
+"""mlx-lm's adapter layout: adapters.safetensors and adapter_config.json."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxft.errors import InputError
+from mlxft.models import audit
+from mlxft.models.adapter_tensors import Adapter, LowRank, number, paired, read_tensors
+from mlxft.models.targets import LinearLayer
+
+WEIGHTS = "adapters.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def read(folder: Path) -> Adapter:
+    """Returns the adapter in `folder`. Raises: InputError naming the file and what is wrong in it."""
+    file = folder / CONFIG
+    config = audit.read_json(file)
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "full"):
+        raise InputError(f"{file}: fine_tune_type {kind!r} is not supported, only lora and full")
+    tensors = read_tensors(folder / WEIGHTS)
+    if kind == "full":
+        return Adapter(folder, kind, weights=tensors)
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        raise InputError(f"{file}: lora_parameters is missing or not an object")
+    rank, scale = number(parameters, "rank", file), float(number(parameters, "scale", file))
+    num_layers = int(number(config, "num_layers", file))
+    keys = parameters.get("keys")
+    layers = {}
+    for path, (a, b) in paired(tensors, (".lora_a", ".lora_b"), folder / WEIGHTS).items():
+        if a.shape[1] != rank or b.shape[0] != rank:
+            raise InputError(f"{folder / WEIGHTS}: {path} has lora_a {tuple(a.shape)} and lora_b "
+                             f"{tuple(b.shape)}, but {CONFIG} says rank {rank}")
+        layers[path] = LowRank(a, b, scale)
+    return Adapter(folder, kind, layers, chosen=lambda linears: _chosen(linears, num_layers, keys))
+
+
+def _chosen(linears: list[LinearLayer], num_layers: int, keys: list[str] | None) -> set[str]:
+    """Returns the paths that mlx-lm adapts: `keys` inside the last `num_layers` blocks, or as whole paths."""
+    num_blocks = 1 + max((layer.block for layer in linears if layer.block is not None), default=-1)
+    first = num_blocks - num_layers if 0 < num_layers < num_blocks else 0
+    paths = {layer.path for layer in linears if layer.block is not None and layer.block >= first
+             and (keys is None or layer.name in keys)}
+    return paths | {layer.path for layer in linears if keys is not None and layer.path in keys}
+
+
+def lora_config(places: list[LinearLayer], chosen: set[str], rank: int, scale: float,
+                dropout: float) -> dict[str, Any]:
+    """Returns what adapter_config.json says about LoRA on `chosen`, among all linear layers `places`.
+
+    The same names in each of the last N blocks are written as names with N; any other choice as whole
+    paths, which mlx-lm takes too.
+    """
+    num_blocks = 1 + max((p.block for p in places if p.block is not None), default=-1)
+    names = defaultdict(set)
+    for place in places:
+        if place.path in chosen and place.block is not None:
+            names[place.name].add(place.block)
+    first = min((min(blocks) for blocks in names.values()), default=0)
+    outside = sorted(p.path for p in places if p.path in chosen and p.block is None)
+    keys = sorted(names) + outside
+    if _chosen(places, num_blocks - first, keys) != chosen:
+        keys = sorted(chosen)
+    return {
+        "fine_tune_type": "lora",
+        "num_layers": num_blocks - first,
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": dropout, "keys": keys},
+    }
+
+
+def at_one_rank(layers: dict[str, LowRank]) -> dict[str, LowRank]:
+    """Returns the same updates at one rank and one scale, which is all that the layout can say.
+
+    Smaller ranks are filled up with zeros; a scale that differs goes into b.
+    """
+    rank = max(layer.rank for layer in layers.values())
+    scale = max(layer.scale for layer in layers.values())
+    even = {}
+    for path, layer in layers.items():
+        more = rank - layer.rank
+        b = layer.b if layer.scale == scale else layer.b * (layer.scale / scale)
+        even[path] = LowRank(mx.pad(layer.a, [(0, 0), (0, more)]), mx.pad(b, [(0, more), (0, 0)]), scale)
+    return even
