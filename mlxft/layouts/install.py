@@ -66,17 +66,18 @@ class _Dispatcher:
         return self.original(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
 
 
-class _PieceRope:
-    """RoPE whose offset may be `Positions`; not an `nn.Module`, so the parameter tree stays as it is."""
+class _PieceRope(nn.Module):
+    """RoPE whose offset may be `Positions`; its inner one stays out of the parameter tree."""
 
-    def __init__(self, inner):
-        self.inner = inner
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self._inner = inner  # names with an underscore are no parameters
 
     def __call__(self, x: mx.array, offset=0) -> mx.array:
         if not isinstance(offset, Positions):
-            return self.inner(x, offset=offset)
+            return self._inner(x, offset=offset)
         parts = [
-            self.inner(x[..., piece.start : piece.stop, :], offset=piece.position)
+            self._inner(x[..., piece.start : piece.stop, :], offset=piece.position)
             for piece in offset.layout.pieces
         ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)

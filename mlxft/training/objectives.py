@@ -51,7 +51,7 @@ class Sft:
         weight 0, which bounds the number of shapes where each new one costs a compilation.
         """
         supervised = np.flatnonzero(batch.mask[:, 1:])
-        extra = -len(supervised) % multiple
+        extra = -len(supervised) % multiple if len(supervised) else multiple  # nothing at all has no shape
         index = np.pad(supervised, (0, extra))
         weights = np.pad(np.full(len(supervised), 1.0 / max(counts["tokens"], 1), np.float32), (0, extra))
         arrays = {

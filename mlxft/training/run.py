@@ -13,7 +13,7 @@ import mlx.core as mx
 import yaml
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxft.backend import backend
+from mlxft.backend import backend, shape_multiple
 from mlxft.config.schema import Config
 from mlxft.data.batches import BatchOrder
 from mlxft.data.example import Example
@@ -21,7 +21,7 @@ from mlxft.data.load import load_examples
 from mlxft.errors import InputError, MlxftError
 from mlxft.models.adapters import save_adapter
 from mlxft.models.decoder import DecoderView, view
-from mlxft.models.load import load, load_tokenizer
+from mlxft.models.load import load, load_tokenizer, vocabulary_size
 from mlxft.models.lora import apply_adapter
 from mlxft.models.resolve import resolve
 from mlxft.segmented.gradients import Gradient
@@ -39,9 +39,6 @@ from mlxft.training.validation import fixed_batches, validate
 from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
-
-# A GPU compiles a program for each new length: rows and targets are rounded up to this many.
-_GPU_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class _Run:
         self.plain = plain
         self.start = start
         self.run_dir = start.run_dir
-        self.multiple = 1 if backend() == "cpu" else _GPU_MULTIPLE
+        self.multiple = shape_multiple()
 
     def train(self) -> RunResult:
         train_rows, valid_rows = self._load_rows()
@@ -100,7 +97,7 @@ class _Run:
         """Rows come first: what is wrong with them is said before a large model is read."""
         self.folder = resolve(self.config.model.path, self.config.model.revision)
         self.tokenizer = load_tokenizer(self.folder, required=self.config.data.format != "tokens")
-        vocabulary = _vocabulary_size(self.folder)
+        vocabulary = vocabulary_size(self.folder)
         train_rows, report = load_examples(
             self.config.data.train, self.config.data, self.tokenizer, vocabulary
         )
@@ -256,11 +253,6 @@ class _Run:
             adapter,
         )
         return RunResult(self.run_dir, adapter, status, progress.step, progress.last_loss, progress.best_loss)
-
-
-def _vocabulary_size(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("vocab_size") or config["text_config"]["vocab_size"]
 
 
 def _fingerprint(rows: Sequence[Example]) -> str:
