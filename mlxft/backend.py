@@ -8,3 +8,8 @@ def backend() -> str:
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def shape_multiple() -> int:
+    """Returns what lengths are rounded up to: a GPU compiles a program for each new one, a CPU none."""
+    return 1 if backend() == "cpu" else 128

@@ -37,8 +37,8 @@ def load(path: str, revision: Optional[str] = None, dtype: str = "auto",
     if dtype not in DTYPES:
         raise InputError(f"model.dtype={dtype} is none of {', '.join(DTYPES)}")
     folder = resolve(path, revision)
-    model, config = load_model(folder, dtype)
-    return model, load_tokenizer(folder, config.get("eos_token_id"), tokenizer_required)
+    model, _ = load_model(folder, dtype)
+    return model, load_tokenizer(folder, tokenizer_required)
 
 
 def load_model(folder: Path, dtype: str = "auto") -> tuple["nn.Module", dict[str, Any]]:
@@ -69,9 +69,10 @@ def load_model(folder: Path, dtype: str = "auto") -> tuple["nn.Module", dict[str
     return model, config
 
 
-def load_tokenizer(folder: Path, eos_token_ids: Any = None,
-                   required: bool = True) -> Optional["TokenizerWrapper"]:
+def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:
     """Returns the folder's tokenizer in mlx-lm's wrapper, None if it has none and none is `required`.
+
+    Answers end at the tokenizer's end-of-sequence token and at those that the model's configuration names.
 
     Raises: InputError if there is none or it cannot be read.
     """
@@ -85,9 +86,19 @@ def load_tokenizer(folder: Path, eos_token_ids: Any = None,
         if (folder / name).exists():
             audit.read_json(folder / name)
     try:
-        return utils.load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=eos_token_ids)
+        ends = utils.load_config(folder).get("eos_token_id")
+        return utils.load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=ends)
     except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise for bad files
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Returns the number of token ids that the model in `folder` has an embedding for. Raises: InputError."""
+    config = audit.read_json(folder / "config.json")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise InputError(f"{folder / 'config.json'}: vocab_size is {size!r}; it has to be a number")
+    return size
 
 
 def _target_dtype(dtype: str, on_cpu: bool) -> Optional["mx.Dtype"]:
