@@ -20,17 +20,16 @@ def is_quantised(module: nn.Module) -> bool:
     return "scales" in module and "weight" in module
 
 
-def dequantise_where_it_fits(model: nn.Module, dtype: mx.Dtype) -> bool:
-    """Makes the quantised layers of `model` dense if memory allows, says so in the log, returns whether."""
+def dequantise_where_it_fits(model: nn.Module, dtype: mx.Dtype, free_bytes: int) -> bool:
+    """Makes the quantised layers of `model` dense if they fit `free_bytes`, says so, and returns whether."""
     layers = [(name, module) for name, module in model.named_modules() if is_quantised(module)]
     if not layers:
         return False
     need = sum(num_packed_values(module) for _, module in layers) * dtype.size
-    free = available_bytes()
-    if need > _SHARE_OF_MEMORY * free:
+    if need > _SHARE_OF_MEMORY * free_bytes:
         log.warning("the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB that "
                     "are free. Quantised products on a CPU are slow: expect 10 to 100 times the time.",
-                    need / 1e9, free / 1e9)
+                    need / 1e9, free_bytes / 1e9)
         return False
     left = []
     for name, module in layers:

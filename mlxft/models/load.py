@@ -55,9 +55,9 @@ def load_model(folder: Path, dtype: str = "auto") -> tuple["nn.Module", dict[str
     target = _target_dtype(dtype, on_cpu)
     try:
         if on_cpu:
-            from mlxft.models.dequantise import dequantise_where_it_fits
+            from mlxft.models.dequantise import available_bytes, dequantise_where_it_fits
 
-            dequantise_where_it_fits(model, target)
+            dequantise_where_it_fits(model, target, available_bytes())
         if target is not None:
             model.set_dtype(target)
         mx.eval(model.parameters())  # reads the files
