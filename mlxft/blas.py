@@ -265,8 +265,17 @@ def _version(library, prefix: str = "") -> str:
 
 def num_threads() -> int | None:
     """Returns how many threads the OpenBLAS of this process runs a product with, None without one."""
+    function = _openblas("get_num_threads")
+    return function() if function else None
+
+
+def set_num_threads(number: int) -> None:
+    """Has OpenBLAS, if this process has one, run products with `number` threads from now on."""
+    if function := _openblas("set_num_threads"):
+        function(number)
+
+
+def _openblas(name: str):
     process = ctypes.CDLL(None)
-    for name in ("openblas_get_num_threads", "scipy_openblas_get_num_threads"):
-        if hasattr(process, name):
-            return process[name]()
-    return None
+    names = (f"openblas_{name}", f"scipy_openblas_{name}")
+    return next((process[full] for full in names if hasattr(process, full)), None)

@@ -204,6 +204,13 @@ def _measure_speed(report: Report) -> None:
 
     float32 = operands(1024 if on_cpu else 4096, mx.float32)
     report.speed["float32_gflops"] = _gflops(lambda: float32[0] @ float32[1], float32)
+    threads = report.blas["threads"]
+    if on_cpu and threads and threads > 1:
+        blas.set_num_threads(1)
+        one_thread = _gflops(lambda: float32[0] @ float32[1], float32)
+        blas.set_num_threads(threads)
+        if advice := _thread_advice(one_thread, report.speed["float32_gflops"], threads):
+            report.warnings.append(advice)
     bfloat16 = operands(384 if on_cpu else 4096, mx.bfloat16)
     report.speed["bfloat16_gflops"] = _gflops(lambda: bfloat16[0] @ bfloat16[1], bfloat16)
     if on_cpu:
@@ -214,17 +221,30 @@ def _measure_speed(report: Report) -> None:
         )
 
 
+def _thread_advice(one_thread: float, all_threads: float, num_threads: int) -> Optional[str]:
+    """Returns a warning if products are faster on one thread, from GFLOP/s with one and with all of them.
+
+    OpenBLAS's threads wait for each other within a product: where other programs hold a core, all wait
+    for the one that lost it, and a product can take ten times as long.
+    """
+    if all_threads >= one_thread:
+        return None
+    return (
+        f"other programs keep the cores busy: float32 products run at {all_threads:,.0f} GFLOP/s with "
+        f"{num_threads} threads and at {one_thread:,.0f} with one. OPENBLAS_NUM_THREADS=1 helps meanwhile"
+    )
+
+
 def _gflops(product: Callable[[], Any], operands: list) -> float:
-    """Returns the best speed of a square product over a short while, after one that is not counted."""
+    """Returns the speed of a square product over a short while, after one that is not counted."""
     import mlx.core as mx
 
     mx.eval(operands, product())
-    best_s, until = float("inf"), time.perf_counter() + _TIMED_S
-    while time.perf_counter() < until:
-        started = time.perf_counter()
+    count, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < _TIMED_S:
         mx.eval(product())
-        best_s = min(best_s, time.perf_counter() - started)
-    return round(2 * operands[0].shape[0] ** 3 / best_s / 1e9, 1)
+        count += 1
+    return round(2 * operands[0].shape[0] ** 3 * count / seconds / 1e9, 1)
 
 
 def _find_compiler(report: Report) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import mlxft
+from mlxft.doctor import _thread_advice
 
 ROOT = Path(mlxft.__file__).resolve().parent.parent
 linux_cpu = pytest.mark.skipif(
@@ -121,6 +122,13 @@ def test_without_an_optimised_blas_it_warns_and_says_what_to_do(tmp_path):
     assert done.returncode == 0 and not found["blas"]["optimised"]
     assert any("slow" in text and "needs a C compiler" in text for text in found["warnings"])
     assert any(text.startswith("no g++ in PATH") for text in found["warnings"])
+
+
+def test_threads_that_wait_for_each_other_are_a_warning():
+    advice = _thread_advice(one_thread=90.4, all_threads=6.6, num_threads=2)
+    assert "at 7 GFLOP/s with 2 threads and at 90 with one" in advice
+    assert "OPENBLAS_NUM_THREADS=1" in advice
+    assert _thread_advice(one_thread=90.4, all_threads=180.0, num_threads=2) is None
 
 
 @linux_cpu
