@@ -45,9 +45,9 @@ def _validation(settings: Mapping[str, Any]) -> Found:
 def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
     if settings["adapter.kind"] != "full":
         return
-    for name in ("adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.targets", "adapter.init_from"):
+    for name in ("adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.targets", "adapter.layers"):
         if name in given:
-            yield name, "adapter.kind=full trains the whole model and has no adapter; leave it out"
+            yield name, "it has no meaning with adapter.kind=full, which trains every weight; leave it out"
 
 
 def _optimizer(settings: Mapping[str, Any], given: set[str]) -> Found:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
+from omegaconf import MISSING
+
 from mlxft.config.combinations import absent_files, training_contradictions
 from mlxft.config.keys import Key, flatten, groups_of, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
@@ -27,6 +29,13 @@ class Composed:
     config: Config
     recipe: str | None = None
     generate: GenerateConfig | None = None
+
+
+# What Hydra would take for instructions to itself and act on, or drop, in silence.
+_NOT_IN_RECIPES = {
+    "hydra": "a recipe has no settings of Hydra itself; the run's folder is run.dir",
+    "defaults": "a recipe has no list of defaults; write the keys themselves, optimizer: {name: lion}",
+}
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,8 @@ def _chosen_body(request: Request, keys: Mapping[str, Key], problems: Problems) 
     problems.sources = {name: line for name, line in body.lines.items() if name not in typed}
     values: dict[str, Any] = {}
     for name, value in body.values.items():
-        if name == "hydra":
-            problems.add(name, "a recipe has no settings of Hydra itself; the run's folder is run.dir")
+        if name in _NOT_IN_RECIPES:
+            problems.add(name, _NOT_IN_RECIPES[name])
         elif name not in groups_of(keys) or isinstance(value, dict):
             values[name] = value
         elif value is not None:
@@ -156,7 +165,7 @@ def _run_hydra(request: Request, body: RecipeBody | None) -> Any:
 
 
 def _store(request: Request, body: RecipeBody | None) -> None:
-    """Registers the defaults and every recipe in Hydra's ConfigStore.
+    """Registers every key's default and the chosen recipe in Hydra's ConfigStore.
 
     The dataclasses go in as plain values: a typed node would stop at the first wrong type, and the
     check that follows reports them all.
@@ -167,15 +176,8 @@ def _store(request: Request, body: RecipeBody | None) -> None:
     for stale in ("schema.yaml", "recipe"):
         store.repo.pop(stale, None)
     store.store(name="schema", node=asdict(Config()))
-    for name, recipe in find_recipes().items():
-        if name == request.recipe and body is not None:
-            values = body.values
-        else:
-            try:
-                values = read_recipe(recipe).values
-            except InputError:
-                continue  # a broken recipe matters to the run that chooses it
-        store.store(group="recipe", name=name, node=values, package="_global_")
+    if request.recipe and body:
+        store.store(group="recipe", name=request.recipe, node=body.values, package="_global_")
 
 
 def _resolved(composed: Any, keys: Mapping[str, Key], problems: Problems) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def _checked(
 
     Raises: InputError with all that `problems` holds and all that is found here.
     """
-    settings = {name: None if is_missing(key.default) else key.default for name, key in keys.items()}
+    settings = {name: None if key.default == MISSING else key.default for name, key in keys.items()}
     for name, value in values.items():
         if name not in keys:
             problems.add(name, unknown_key(name, keys))

@@ -14,7 +14,7 @@ from mlxft.config.problems import Problems
 from mlxft.config.recipes import find_recipes, unknown_recipe
 from mlxft.resources import folder
 
-_ARGUMENT = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<name>[^=]*?)\s*=(?P<value>.*)", re.DOTALL)
+_ARGUMENT = re.compile(r"(?:\+\+|\+)?(?P<name>[^=]*?)\s*=(?P<value>.*)", re.DOTALL)
 
 # Keys that hold free text: taken as typed, since a sentence is full of what Hydra's grammar reserves.
 FREE_TEXT = ("prompt", "system")
@@ -54,13 +54,11 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Key], problems: Prob
     groups = group_files()
     for argument in arguments:
         match = _ARGUMENT.fullmatch(argument.strip())
-        if argument.startswith("-") or not match:
+        if argument.startswith(("-", "~")) or not match:
             problems.add(argument, _not_an_assignment(argument, keys))
             continue
         name, value = match["name"].strip(), match["value"].strip()
-        if match["sign"] == "~":
-            problems.add(argument, "keys can't be removed; give a value, or leave the argument out")
-        elif name == "recipe":
+        if name == "recipe":
             _read_recipe(value, request, problems)
         elif name in FREE_TEXT and name in keys:
             request.texts[name] = _unquoted(value)
@@ -81,8 +79,13 @@ def _not_an_assignment(argument: str, keys: Mapping[str, Key]) -> str:
             return "there are no sweeps yet; start one run for each value"
         ours = name if name in keys else ALIASES.get(name) or nearest_key(name, keys)
         return "this is no option; settings are written KEY=VALUE" + (f": {ours}=..." if ours else "")
-    if argument in find_recipes():
-        return f"this is not KEY=VALUE; for the recipe write +recipe={argument}"
+    if argument.startswith("~"):
+        return "keys can't be removed; give a value, or leave the argument out"
+    name = Path(argument).stem
+    if name in find_recipes():
+        return f"this is not KEY=VALUE; for the recipe write +recipe={name}"
+    if argument.endswith((".yaml", ".yml")):
+        return f"this is not KEY=VALUE; a file of settings in ./recipes is chosen with +recipe={name}"
     return "this is not KEY=VALUE"
 
 

@@ -58,7 +58,7 @@ def find_recipe(name: str) -> Recipe:
 
 def unknown_recipe(name: str, recipes: dict[str, Recipe]) -> str:
     """Returns the sentence for a recipe that does not exist."""
-    near = nearest(name, recipes)
+    near = nearest(Path(name).stem, recipes)
     hint = f"did you mean {near}? " if near else ""
     there = ", ".join(recipes) if recipes else "none"
     return f"{name!r} does not exist; {hint}there is {there} (mlxft recipes says what each does)"

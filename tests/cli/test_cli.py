@@ -1,0 +1,180 @@
+"""The command itself: what it prints where, its exit codes, and that it answers at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxft import cli
+from mlxft.errors import GuardStop, InputError, Interrupted
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "# Made up, for a test.\nmodel: {path: owner/name}\ndata: {train: rows.jsonl}\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder to be in, with rows.jsonl and a recipe of the user's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "made_up.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def mlxft(*arguments, **options):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "mlxft", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["recipes"], ["train", "--help"]])
+def test_help_and_recipes_answer_in_under_a_second(arguments):
+    taken_s = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = mlxft(*arguments)
+        taken_s.append(time.perf_counter() - started)
+        assert done.returncode == 0
+        assert done.stdout and not done.stderr
+        if taken_s[-1] < 1.0:
+            break
+    assert min(taken_s) < 1.0
+
+
+def test_help_and_recipes_import_nothing_heavy():
+    program = (
+        "import sys; from mlxft.cli import main; main(['--help']); main(['recipes']); main(['train', '--help']); "
+        "heavy = {'mlx.core', 'transformers', 'datasets', 'hydra', 'numpy', 'rich', 'mlx_lm'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_configuration_ends_with_2_and_a_message_without_a_traceback():
+    done = mlxft("train", "model.path=owner/name", "+trainer.lrr=1", "data.train=nowhere.jsonl")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("mlxft: the configuration has 2 problems:\n")
+    assert "  trainer.lrr: there is no such key; did you mean optimizer.lr?\n" in done.stderr
+    assert "  data.train: there is no file nowhere.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_recipe_ends_with_2_and_the_list():
+    done = mlxft("train", "+recipe=made_upp")
+    assert done.returncode == 2
+    assert "'made_upp' does not exist; did you mean made_up?" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_a_typo_ends_every_command_with_2(command, capsys):
+    assert cli.main([command, "modl.path=x"]) == 2
+    assert "did you mean model.path?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["trian"], "did you mean mlxft train?"),
+        (["zzz"], "there are train, eval, generate, recipes, doctor"),
+        (["optimizer.lr=1"], "the command comes first: mlxft train optimizer.lr=1"),
+        (["recipes", "made_upp"], "did you mean made_up?"),
+        (["recipes", "copy"], "takes nothing, NAME, or copy NAME"),
+        (["recipes", "copy", "made_up"], "exists already"),
+    ],
+)
+def test_a_wrong_command_is_explained_and_ends_with_2(arguments, words, capsys):
+    assert cli.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_config_prints_the_composed_configuration_and_stops(folder, capsys):
+    assert cli.main(["train", "--config", "+recipe=made_up", "optimizer.lr=1e-4"]) == 0
+    printed = capsys.readouterr().out
+    assert "  path: owner/name\n" in printed
+    assert "  lr: 0.0001\n" in printed
+    assert not (folder / "runs").exists()
+
+
+def test_recipes_are_listed_shown_and_copied(folder, capsys, monkeypatch):
+    assert cli.main(["recipes"]) == 0
+    assert "made_up" in (listed := capsys.readouterr().out)
+    assert "Made up, for a test. (yours: recipes/made_up.yaml)" in listed
+    assert cli.main(["recipes", "made_up"]) == 0
+    assert capsys.readouterr().out == RECIPE
+
+    # A recipe of mlxft's own: the folder of another installation stands in for the package's.
+    monkeypatch.setattr("mlxft.config.recipes.folder", lambda name: folder / "recipes")
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert cli.main(["recipes", "copy", "made_up"]) == 0
+    assert (folder / "elsewhere" / "recipes" / "made_up.yaml").read_text() == RECIPE
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (InputError("rows.jsonl:3: not JSON"), 2, "mlxft: rows.jsonl:3: not JSON\n"),
+        (GuardStop("gradients are not finite"), 3, "mlxft: gradients are not finite\n"),
+        (Interrupted("stopped at step 3", signal.SIGTERM), 143, "mlxft: stopped at step 3\n"),
+        (KeyboardInterrupt(), 130, "mlxft: interrupted\n"),
+    ],
+)
+def test_each_end_has_its_exit_code(error, code, words, monkeypatch, capsys):
+    def end(arguments):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "doctor", cli.Command("", str, end))
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().err == words
+
+
+def test_a_fault_of_ours_ends_with_1_a_traceback_and_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "doctor", cli.Command("", str, lambda arguments: 1 // 0))
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().err
+    assert "ZeroDivisionError" in text
+    assert text.endswith(
+        "this is a fault of mlxft, not of your input. Please report it with the text above.\n"
+    )
+
+
+def test_a_reader_that_goes_away_is_no_fault():
+    # A pipe nobody reads: writing to it is what `mlxft train --help | head -1` comes to.
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxft", "train", "--help"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_python_takes_a_dictionary_a_config_or_overrides_with_the_same_check():
+    import mlxft
+    from mlxft.config import Config
+
+    for wrong in ({"trainer": {"lrr": 1}}, Config(), ["trainer.lrr=1"]):
+        with pytest.raises(InputError, match="model.path: it is missing"):
+            mlxft.train(wrong)

@@ -1,0 +1,107 @@
+"""Settings that are each right and exclude each other; files that are not there."""
+
+import pytest
+
+from mlxft.config import from_dict
+from mlxft.config.choices import OPTIMIZERS
+from mlxft.errors import InputError
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """A folder to be in, with rows.jsonl in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    return "rows.jsonl"
+
+
+def made(rows, **settings):
+    """A configuration that is right but for `settings`, keys written with __ for a dot."""
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    return from_dict({"model.path": "owner/name", "data.train": rows} | dotted)
+
+
+@pytest.mark.parametrize(
+    "settings, key, words",
+    [
+        ({"schedule__warmup_steps": 10, "trainer__max_steps": 10}, "schedule.warmup_steps", "max_steps=10"),
+        ({"adapter__kind": "full", "adapter__dropout": 0.1}, "adapter.dropout", "adapter.kind=full"),
+        ({"adapter__kind": "full", "adapter__rank": 8}, "adapter.rank", "adapter.kind=full"),
+        ({"adapter__kind": "full", "adapter__alpha": 8}, "adapter.alpha", "adapter.kind=full"),
+        ({"adapter__kind": "full", "adapter__layers": 8}, "adapter.layers", "adapter.kind=full"),
+        ({"trainer__patience": 3}, "trainer.patience", "data.valid"),
+        ({"trainer__eval_every": 3}, "trainer.eval_every", "data.valid"),
+        (
+            {"optimizer__name": "adam", "optimizer__weight_decay": 0.1},
+            "optimizer.weight_decay",
+            "adam has no",
+        ),
+        ({"optimizer__name": "sgd", "optimizer__betas": [0.9, 0.95]}, "optimizer.betas", "sgd has no betas"),
+        ({"optimizer__name": "lion", "optimizer__eps": 1e-6}, "optimizer.eps", "lion has no eps"),
+        (
+            {"optimizer__name": "lion", "optimizer__bias_correction": False},
+            "optimizer.bias_correction",
+            "adamw",
+        ),
+        (
+            {"trainer__save_only_adapter": True, "trainer__resume": "auto"},
+            "trainer.save_only_adapter",
+            "resume",
+        ),
+        ({"head__kind": "full", "head__chunk": 64}, "head.chunk", "head.kind=full"),
+        ({"schedule__name": "constant", "schedule__final_ratio": 0.1}, "schedule.final_ratio", "constant"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(rows, settings, key, words):
+    with pytest.raises(InputError) as caught:
+        made(rows, **settings)
+    assert f"{key}: " in str(caught.value)
+    assert words in str(caught.value)
+    assert "has a problem" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_defaults_of_settings_that_an_optimizer_lacks_are_no_error(rows, name):
+    assert made(rows, optimizer__name=name).optimizer.name == name
+    assert made(rows, optimizer__name=name, optimizer__weight_decay=0).optimizer.weight_decay == 0
+
+
+def test_full_training_with_untouched_adapter_settings_is_no_error(rows):
+    assert made(rows, adapter__kind="full").adapter.kind == "full"
+
+
+def test_the_options_of_each_optimizer_are_those_that_mlx_gives_it():
+    import inspect
+
+    import mlx.optimizers
+
+    classes = {name.lower(): cls for name, cls in vars(mlx.optimizers).items() if inspect.isclass(cls)}
+    for name, options in OPTIMIZERS.items():
+        parameters = inspect.signature(classes[name].__init__).parameters
+        theirs = {"weight_decay", "betas", "eps", "bias_correction"} & set(parameters)
+        if name == "adafactor":
+            theirs -= {"eps"}  # a pair of another meaning
+        assert options == theirs, name
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("data.train", "./nowhere.jsonl"),
+        ("data.train", ["rows.jsonl", "nowhere.jsonl"]),
+        ("data.valid", "nowhere.jsonl"),
+        ("data.train", "bundled:nowhere.jsonl"),
+        ("model.path", "./nowhere"),
+        ("adapter.init_from", "./nowhere"),
+        ("trainer.resume", "./nowhere"),
+    ],
+)
+def test_a_file_that_is_not_there_is_named_with_its_key(rows, key, value):
+    with pytest.raises(InputError) as caught:
+        from_dict({"model.path": "owner/name", "data.train": rows} | {key: value})
+    assert f"{key}: " in str(caught.value)
+    assert "nowhere" in str(caught.value)
+
+
+def test_a_hub_id_is_not_looked_for_on_the_disk(rows):
+    assert made(rows).model.path == "owner/name"

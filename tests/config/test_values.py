@@ -1,0 +1,132 @@
+"""One key at a time: what it accepts, in which form it comes out, and what it says of the rest."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxft.config.keys import keys_of
+from mlxft.config.schema import Config, GenerateConfig
+from mlxft.config.values import RULES, settle
+
+KEYS = keys_of(Config, GenerateConfig)
+
+
+@pytest.mark.parametrize(
+    "key, given, expected",
+    [
+        ("optimizer.lr", "1e-4", 1e-4),
+        ("optimizer.lr", 1, 1.0),
+        ("optimizer.lr", np.float32(0.5), 0.5),
+        ("trainer.max_steps", 1000.0, 1000),
+        ("trainer.max_steps", "7", 7),
+        ("trainer.max_steps", None, None),
+        ("trainer.seed", 0, 0),
+        ("trainer.deterministic", "True", True),
+        ("trainer.keep", "all", "all"),
+        ("trainer.keep", "3", 3),
+        ("trainer.keep", 1, 1),
+        ("trainer.gradient", "Checkpoint", "checkpoint"),
+        ("optimizer.betas", (0.9, 0.95), [0.9, 0.95]),
+        ("optimizer.name", "AdamW", "adamw"),
+        ("adapter.layers", "all", "all"),
+        ("adapter.layers", 8, "last 8"),
+        ("adapter.layers", "last 8", "last 8"),
+        ("adapter.layers", "8", "last 8"),
+        ("adapter.targets", "q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("adapter.targets", ["q_proj"], ["q_proj"]),
+        ("adapter.targets", None, None),
+        ("model.path", Path("a/b"), "a/b"),
+        ("model.path", "~/m", str(Path.home() / "m")),
+        ("model.revision", 12345, "12345"),
+        ("data.train", ["a.jsonl", Path("b.jsonl")], ["a.jsonl", "b.jsonl"]),
+        ("data.columns", {"prompt": "question"}, {"prompt": "question"}),
+        ("trainer.samples", ["Who are you?"], ["Who are you?"]),
+        ("temperature", 0, 0.0),
+    ],
+)
+def test_a_good_value_comes_out_in_one_form(key, given, expected):
+    settled = settle(KEYS[key], given)
+    assert settled == expected
+    assert type(settled) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "key, given, words",
+    [
+        ("optimizer.lr", "fast", "'fast' is not a number"),
+        ("optimizer.lr", True, "true is not a number"),
+        ("optimizer.lr", None, "null is not a value"),
+        ("optimizer.lr", 0, "more than 0"),
+        ("optimizer.lr", -1e-4, "more than 0"),
+        ("optimizer.lr", float("nan"), "not a finite number"),
+        ("optimizer.lr", "inf", "not a finite number"),
+        ("optimizer.weight_decay", -0.1, "at least 0"),
+        ("optimizer.eps", 0, "more than 0"),
+        ("optimizer.betas", 0.9, "not a list"),
+        ("optimizer.betas", [0.9], "two numbers"),
+        ("optimizer.betas", [0.9, 1.0], "less than 1"),
+        ("optimizer.betas", [0.9, "x"], "'x' is not a number"),
+        ("optimizer.name", "adamww", "did you mean adamw?"),
+        ("schedule.name", "cosin", "did you mean cosine?"),
+        ("schedule.warmup_steps", -1, "at least 0"),
+        ("schedule.final_ratio", 1.5, "at most 1"),
+        ("trainer.max_steps", 0, "at least 1"),
+        ("trainer.max_steps", 1.5, "not a whole number"),
+        ("trainer.max_steps", "many", "not a whole number"),
+        ("trainer.epochs", 0, "more than 0"),
+        ("trainer.accumulate", 0, "at least 1"),
+        ("trainer.seed", -1, "at least 0"),
+        ("trainer.clip_norm", -1, "at least 0"),
+        ("trainer.eval_every", -1, "at least 0"),
+        ("trainer.patience", -1, "at least 0"),
+        ("trainer.keep", 0, 'neither a number of checkpoints, at least 1, nor "all"'),
+        ("trainer.keep", "some", 'nor "all"'),
+        ("trainer.keep", None, "null is not a value"),
+        ("trainer.keep", True, 'nor "all"'),
+        ("trainer.deterministic", 1, "neither true nor false"),
+        ("trainer.objective", "dpoo", "there is only sft"),
+        ("trainer.layout", "pack", "there is only padded"),
+        ("trainer.gradient", "checkpointed", "did you mean checkpoint?"),
+        ("trainer.samples", "Who?", "not a list"),
+        ("data.format", "message", "did you mean messages?"),
+        ("data.truncate", "left", "prompt_left, right, drop, error"),
+        ("data.train_on", "user", "assistant, last_assistant, all"),
+        ("data.max_length", 1, "at least 2"),
+        ("data.batch_size", 0, "at least 1"),
+        ("data.train", {"path": "x"}, "not a dictionary"),
+        ("data.train", 3.5, "not a text"),
+        ("data.columns", ["a"], "not a dictionary"),
+        ("data.shuffle", "maybe", "neither true nor false"),
+        ("model.dtype", "flaot32", "did you mean float32?"),
+        ("model.path", 0.5, "not a text"),
+        ("head.kind", "chunky", "auto, full, chunked"),
+        ("head.chunk", 0, "at least 1"),
+        ("adapter.kind", "dora", "did you mean lora?"),
+        ("adapter.rank", 0, "at least 1"),
+        ("adapter.alpha", 0, "more than 0"),
+        ("adapter.dropout", 1, "less than 1"),
+        ("adapter.dropout", -0.1, "at least 0"),
+        ("adapter.layers", "first 3", '"last 8"'),
+        ("adapter.layers", 0, '"last 8"'),
+        ("adapter.layers", True, '"last 8"'),
+        ("adapter.targets", "q_proj,,v_proj", "empty name"),
+        ("adapter.targets", 3, "not a list of names"),
+        ("adapter.targets", [], "empty name"),
+        ("max_tokens", 0, "at least 1"),
+        ("temperature", -1, "at least 0"),
+        ("top_p", 0, "more than 0"),
+        ("top_p", 1.1, "at most 1"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_is_wrong(key, given, words):
+    with pytest.raises(ValueError) as caught:
+        settle(KEYS[key], given)
+    assert words in str(caught.value)
+
+
+def test_every_rule_belongs_to_a_key_and_every_default_passes_its_own():
+    assert set(RULES) <= set(KEYS)
+    for key in KEYS.values():
+        if key.default not in (None, "???"):
+            assert settle(key, key.default) == key.default
