@@ -145,6 +145,7 @@ def _eval(arguments: list[str]) -> int:
 
 
 def _eval_help() -> str:
+    from mlxft.config.composition import COMMANDS
     from mlxft.config.reference import training_keys
 
     return f"""\
@@ -159,9 +160,7 @@ Says the loss and the perplexity of a model, or of an adapter on it, on a file o
 
 Keys and their defaults:
 
-{training_keys(["model", "data", "head"])}
-
-  adapter.init_from                 an adapter's folder, mlx-lm's or PEFT's"""
+{training_keys(COMMANDS["eval"].uses)}"""
 
 
 def _generate(arguments: list[str]) -> int:
@@ -171,6 +170,7 @@ def _generate(arguments: list[str]) -> int:
 
 
 def _generate_help() -> str:
+    from mlxft.config.composition import COMMANDS
     from mlxft.config.reference import generation_keys, training_keys
 
     return f"""\
@@ -185,9 +185,7 @@ Keys and their defaults:
 
 {generation_keys()}
 
-{training_keys(["model"])}
-
-  adapter.init_from                 an adapter's folder, mlx-lm's or PEFT's"""
+{training_keys(COMMANDS["generate"].uses)}"""
 
 
 def _recipes(arguments: list[str]) -> int:

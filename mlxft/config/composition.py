@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.combinations import absent_files, training_contradictions
-from mlxft.config.keys import Key, flatten, groups_of, is_missing, keys_of, nest, unknown_key
+from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
@@ -53,13 +53,14 @@ class Command:
 
 
 _MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
+_READING = ("train", "valid", "format", "max_length", "truncate", "batch_size", "train_on", "columns")
 COMMANDS = {
     command.name: command
     for command in (
         Command("train", None, (_MODEL, (("data.train",), "a file: data.train=rows.jsonl"))),
         Command(
             "eval",
-            ("model", "data", "head", "adapter.init_from", "trainer.layout", "trainer.seed"),
+            ("model", "head", "adapter.init_from", *(f"data.{name}" for name in _READING)),
             (_MODEL, (("data.valid", "data.train"), "a file: data.valid=rows.jsonl")),
         ),
         Command(
@@ -117,9 +118,8 @@ def _refuse_unused(request: Request, command: Command, keys: Mapping[str, Key], 
         return
     names = [text.lstrip("+").partition("=")[0] for text in request.assignments] + list(request.choices)
     for name in names:
-        group = name.partition(".")[0]
         own = name in keys and "." not in name
-        if not own and not any(name == used or group == used for used in command.uses):
+        if not own and not is_among(name, command.uses):
             problems.add(name, f"mlxft {command.name} does not use it")
 
 
@@ -217,8 +217,9 @@ def _checked(
             except ValueError as error:
                 problems.add(name, str(error))
     for names, example in command.needs:
-        known = any(not is_missing(settings[name]) or problems.about(name) for name in names)
-        if not known and not problems.about("recipe"):
+        groups = [name.partition(".")[0] for name in names]
+        told = any(problems.about(name) for name in ("recipe", *names, *groups))
+        if not told and all(is_missing(settings[name]) for name in names):
             problems.add(" or ".join(names), f"it is missing; give {example}")
     if not problems.about("recipe"):
         _check_together(settings, command, keys, problems)

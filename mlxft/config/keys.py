@@ -47,6 +47,11 @@ def groups_of(keys: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in keys if "." in name))
 
 
+def is_among(name: str, names: Iterable[str]) -> bool:
+    """True if the key is one of `names`, or inside of one: "model.path" is inside of "model"."""
+    return any(name == other or name.startswith(other + ".") for other in names)
+
+
 def nest(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns `values` with dotted keys taken apart: {"a.b": 1, "a": {"c": 2}} -> {"a": {"b": 1, "c": 2}}."""
     nested: dict[str, Any] = {}

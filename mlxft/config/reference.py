@@ -6,21 +6,21 @@ from typing import get_type_hints
 
 from omegaconf import MISSING
 
-from mlxft.config.keys import Key, groups_of, keys_of
+from mlxft.config.keys import Key, groups_of, is_among, keys_of
 from mlxft.config.schema import Config, GenerateConfig
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
 
-def training_keys(groups: list[str] | None = None) -> str:
-    """Returns a line for each key of the groups (None: all): its name, its default, what it is."""
-    keys = keys_of(Config)
+def training_keys(used: tuple[str, ...] | None = None) -> str:
+    """Returns a line for each key among the groups and keys `used` (None: all): name, default, what it is."""
+    keys = {name: key for name, key in keys_of(Config).items() if used is None or is_among(name, used)}
     comments: dict[str, str] = {}
     for group, schema in get_type_hints(Config).items():
         comments |= {f"{group}.{name}": text for name, text in _comments(schema).items()}
     return "\n\n".join(
         "\n".join(_line(key, comments) for name, key in keys.items() if name.startswith(group + "."))
-        for group in groups or groups_of(keys)
+        for group in groups_of(keys)
     )
 
 

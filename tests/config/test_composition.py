@@ -104,11 +104,15 @@ def test_eval_wants_a_model_and_a_file_and_refuses_what_it_does_not_use():
     made = compose(["model.path=owner/name", "data.valid=rows.jsonl"], command="eval").config
     assert made.data.valid == "rows.jsonl"
     with pytest.raises(InputError) as caught:
-        compose(["model.path=owner/name", "optimizer.lr=1", "trainer=checkpoint"], command="eval")
+        compose(
+            ["model.path=owner/name", "optimizer.lr=1", "trainer=checkpoint", "data.shuffle=false"],
+            command="eval",
+        )
     text = str(caught.value)
     assert "data.valid or data.train: it is missing" in text
     assert "optimizer.lr: mlxft eval does not use it" in text
     assert "trainer: mlxft eval does not use it" in text
+    assert "data.shuffle: mlxft eval does not use it" in text
 
 
 def test_generate_has_keys_of_its_own():

@@ -64,7 +64,8 @@ def elsewhere(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "own.yaml").write_text(
-        "# Own.\nmodel: {path: owner/name}\ndata: {train: rows.jsonl}\ntrainer: {objective: sft, max_steps: 7}\n"
+        "# Own.\nmodel: {path: owner/name}\ndata: {train: rows.jsonl}\n"
+        "trainer: {objective: sft, max_steps: 7}\n"
     )
     return tmp_path
 
