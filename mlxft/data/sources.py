@@ -103,7 +103,8 @@ def _read_lines(name: str) -> Iterator[tuple[int, str, dict]]:
         for line, raw in enumerate(file, start=1):  # bytes break at \n only; text would break at U+2028 too
             if line == 1:
                 raw = raw.removeprefix(_BOM)
-            if not raw.strip():
+            raw = raw.strip()  # bytes: of ASCII white space only
+            if not raw:
                 continue
             where = f"{name}:{line}"
             try:
@@ -121,7 +122,7 @@ def _parse(text: str, where: str) -> dict:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         hint = ""
-        if text.strip() in ("{", "[", "[{"):
+        if text in ("{", "[", "[{"):
             hint = " A row must stand on one line; turn the file into JSON lines: jq -c '.[]' or jq -c '.'."
         raise InputError(f"{where}: not JSON ({error.msg} at character {error.pos + 1}).{hint}") from None
     except (ValueError, RecursionError) as error:

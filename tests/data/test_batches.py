@@ -1,0 +1,120 @@
+"""The order of micro-batches and the shape of one."""
+
+import numpy as np
+import pytest
+
+from mlxft.data.batches import BatchOrder, collate
+from mlxft.data.example import Example
+from mlxft.errors import InputError
+
+
+def example(*tokens, mask=None):
+    mask = np.ones(len(tokens), dtype=bool) if mask is None else np.array(mask, dtype=bool)
+    return Example(np.array(tokens, dtype=np.int32), mask, "rows.jsonl:1")
+
+
+def random_lengths(num_rows, seed=0):
+    return np.random.default_rng(seed).integers(5, 500, num_rows).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_rows, batch_size", [(1, 1), (3, 4), (8, 4), (90, 4), (1001, 8)])
+def test_every_row_comes_once_an_epoch_and_the_last_batch_is_smaller(num_rows, batch_size, shuffle):
+    order = BatchOrder(random_lengths(num_rows), batch_size, shuffle, seed=3)
+    for epoch in range(3):
+        batches = order.epoch(epoch)
+        assert sorted(row for batch in batches for row in batch) == list(range(num_rows))
+        assert len(batches) == order.num_batches == -(-num_rows // batch_size)
+        assert all(len(batch) == batch_size for batch in batches[:-1])
+        assert len(batches[-1]) == (num_rows - 1) % batch_size + 1
+
+
+def test_without_shuffling_rows_come_in_their_order_every_epoch():
+    order = BatchOrder([9, 1, 5, 1, 7], 2, shuffle=False, seed=3)
+    assert order.epoch(0) == order.epoch(7) == [[0, 1], [2, 3], [4]]
+
+
+def test_an_epochs_order_depends_on_seed_and_epoch_alone():
+    lengths = random_lengths(200)
+    first = BatchOrder(lengths, 4, True, seed=3)
+    first.epoch(0)
+    first.epoch(1)
+    later = BatchOrder(lengths, 4, True, seed=3)
+    np.random.default_rng(0).random(10)
+    assert first.epoch(2) == later.epoch(2) == later.epoch(2)
+    assert later.epoch(2) != later.epoch(3)
+    assert later.epoch(2) != BatchOrder(lengths, 4, True, seed=4).epoch(2)
+
+
+def test_batches_hold_neighbours_by_length():
+    assert BatchOrder([50, 1, 30, 2, 40, 3], 2, True, seed=0).epoch(0) != [[0, 1], [2, 3], [4, 5]]
+    pairs = BatchOrder([50, 1, 30, 2, 40, 3], 2, True, seed=0).epoch(0)
+    assert sorted(sorted(pair) for pair in pairs) == [[0, 4], [1, 3], [2, 5]]  # 50 40, 1 2, 30 3
+
+
+def test_little_of_a_shuffled_epoch_is_padding():
+    lengths = np.array(random_lengths(2000))
+    batches = BatchOrder(lengths, 8, True, seed=0).epoch(0)
+    width = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    assert 1 - lengths.sum() / width < 0.05
+    in_file_order = BatchOrder(lengths, 8, False, seed=0).epoch(0)
+    assert 1 - lengths.sum() / sum(len(b) * int(lengths[b].max()) for b in in_file_order) > 0.3
+
+
+def test_long_and_short_batches_are_mixed_through_the_epoch():
+    lengths = np.array(random_lengths(2000))
+    longest = [int(lengths[batch].max()) for batch in BatchOrder(lengths, 8, True, seed=0).epoch(0)]
+    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.2
+
+
+def test_every_row_is_sometimes_in_the_smaller_batch():
+    order = BatchOrder([1, 2, 3, 4, 5, 6, 7], 2, True, seed=0)
+    assert {order.epoch(epoch)[-1][0] for epoch in range(60)} == set(range(7))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_epoch_has_a_batch_larger_than_the_longest(shuffle):
+    lengths = np.array(random_lengths(101))
+    order = BatchOrder(lengths, 4, shuffle, seed=1)
+    longest = order.longest()
+    size = len(longest) * int(lengths[longest].max())
+    sizes = [len(batch) * int(lengths[batch].max()) for epoch in range(5) for batch in order.epoch(epoch)]
+    assert max(sizes) <= size
+    assert shuffle or max(sizes) == size
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(InputError, match=r"data\.batch_size=0"):
+        BatchOrder([1], 0, True, 0)
+    with pytest.raises(InputError, match=r"trainer\.seed=-1"):
+        BatchOrder([1], 1, True, -1)
+    with pytest.raises(InputError, match="no rows"):
+        BatchOrder([], 1, True, 0)
+
+
+def test_rows_are_padded_at_the_end_and_padding_is_no_target():
+    batch = collate([example(5, 6, 7, 8), example(*range(1, 11), mask=[0] + [1] * 9)], pad_id=0)
+    assert batch.tokens.shape == (2, 10)
+    assert batch.tokens[0].tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0, 0]
+    assert batch.lengths.tolist() == [4, 10]
+    assert batch.mask[0].tolist() == [True] * 4 + [False] * 6
+    assert batch.num_supervised == 3 + 9
+    assert (batch.tokens.dtype, batch.mask.dtype, batch.lengths.dtype) == (np.int32, bool, np.int32)
+
+
+def test_the_pad_id_changes_only_what_is_padding():
+    rows = [example(5, 6, 7, 8), example(*range(1, 11))]
+    zero, seven = collate(rows, 0), collate(rows, 7)
+    assert np.array_equal(zero.mask, seven.mask)
+    real = np.arange(10) < zero.lengths[:, None]
+    assert np.array_equal(zero.tokens[real], seven.tokens[real])
+    assert not zero.mask[~real].any()
+
+
+@pytest.mark.parametrize(
+    "length, multiple, positions", [(10, 1, 9), (10, 4, 12), (9, 8, 8), (10, 8, 16), (2, 128, 128), (1, 1, 1)]
+)
+def test_forwarded_positions_are_a_multiple(length, multiple, positions):
+    batch = collate([example(*range(length))], pad_id=0, multiple=multiple)
+    assert batch.num_positions == positions
+    assert batch.num_supervised == length - 1

@@ -1,0 +1,172 @@
+"""From files to examples, with the report of what became of the rows."""
+
+import numpy as np
+import pytest
+
+from mlxft.config.schema import DataConfig
+from mlxft.data.load import load_examples
+from mlxft.errors import InputError
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def load(source, tokenizer=None, vocab_size=1000, **settings):
+    return load_examples(source, DataConfig(**settings), tokenizer, vocab_size)
+
+
+def test_tokens_need_no_tokenizer_and_stay_as_they_are(write_rows):
+    rows = [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}, {"input_ids": [9, 1]}]
+    path = write_rows(rows)
+    examples, report = load(path)
+    assert [example.tokens.tolist() for example in examples] == [[5, 6, 7, 8], [9, 1]]
+    assert [example.mask.tolist() for example in examples] == [[False, False, True, True], [True, True]]
+    assert [example.where for example in examples] == [f"{path}:1", f"{path}:2"]
+    assert examples[0].tokens.dtype == np.int32
+    assert (report.num_rows, report.num_examples, report.num_tokens, report.num_supervised) == (2, 2, 6, 3)
+    assert (report.max_length, report.median_length, report.format) == (4, 3.0, "tokens")
+    assert (report.dropped, report.truncated) == ({}, {})
+
+
+def test_each_format_is_loaded(write_rows, make_tokenizer, trained_text):
+    tokenizer = make_tokenizer("chatml")
+    rows = {
+        "messages": (chat("one?", "First."), "First.<|im_end|>"),
+        "completion": ({"prompt": "one", "completion": " two"}, " two</s>"),
+        "text": ({"text": "one two"}, "one two</s>"),
+    }
+    for format, (row, trained) in rows.items():
+        examples, report = load(write_rows([row]), tokenizer)
+        assert report.format == format
+        assert trained_text(tokenizer, examples[0].tokens, examples[0].mask) == [trained]
+
+
+def test_a_prompt_of_messages_trains_only_the_completions_turns(write_rows, make_tokenizer, trained_text):
+    turns = chat("one?", "First.")["messages"] + chat("two?", "Second.")["messages"]
+    tokenizer = make_tokenizer("chatml")
+    path = write_rows([{"prompt": turns[:3], "completion": turns[3:]}])
+    for train_on in ("assistant", "last_assistant"):
+        examples, _ = load(path, tokenizer, train_on=train_on)
+        assert trained_text(tokenizer, examples[0].tokens, examples[0].mask) == ["Second.<|im_end|>"]
+
+
+def test_columns_of_other_names_are_mapped(write_rows, make_tokenizer):
+    path = write_rows([{"question": "one", "answer": " two"}])
+    _, report = load(path, make_tokenizer(), columns={"prompt": "question", "completion": "answer"})
+    assert report.format == "completion"
+
+
+def test_a_row_of_another_format_than_the_first_is_an_error(write_rows, make_tokenizer):
+    path = write_rows([{"text": "a"}, chat("one?", "First.")])
+    with pytest.raises(InputError, match=f"^{path}:2: this row has no 'text', only 'messages'"):
+        load(path, make_tokenizer("chatml"))
+
+
+def test_rows_without_a_target_are_dropped_and_counted(write_rows):
+    rows = [{"input_ids": [1, 2], "completion_mask": [1, 0]}, {"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+    examples, report = load(write_rows(rows))
+    assert [example.tokens.tolist() for example in examples] == [[1, 2, 3]]
+    assert report.dropped == {"nothing to train on": 2}
+    assert "dropped: 2 rows: nothing to train on (2)" in report.lines()
+
+
+def test_a_set_without_a_target_is_an_error_that_says_why(write_rows):
+    path = write_rows([{"input_ids": [1, 2], "completion_mask": [0, 0]}, {"input_ids": [1, 2, 3, 4]}])
+    with pytest.raises(
+        InputError,
+        match=rf"^{path}: nothing to train on in 2 rows: "
+        r"nothing to train on \(1\), longer than data\.max_length \(1\)",
+    ):
+        load(path, max_length=3, truncate="drop")
+
+
+def test_what_is_cut_is_counted_by_what_was_lost(write_rows):
+    rows = [
+        {"input_ids": list(range(40)), "completion_mask": [0] * 30 + [1] * 10},
+        {"input_ids": list(range(40)), "completion_mask": [0] * 10 + [1] * 30},
+        {"input_ids": list(range(40))},
+        {"input_ids": [1, 2, 3]},
+    ]
+    examples, report = load(write_rows(rows), max_length=20)
+    assert report.truncated == {
+        "the left of the prompt": 1,
+        "the end of the answer": 1,
+        "the end of the text": 1,
+    }
+    assert [example.num_supervised for example in examples] == [10, 19, 19, 2]
+    assert any(
+        line.startswith("cut to 20 tokens (data.max_length): 3 rows, which lost ") for line in report.lines()
+    )
+
+
+def test_bos_stays_when_the_prompt_is_cut(write_rows, make_tokenizer):
+    tokenizer = make_tokenizer("headers")
+    path = write_rows([chat("one two three four five six seven " * 9, "First.")])
+    examples, report = load(path, tokenizer, max_length=24)
+    assert report.truncated == {"the left of the prompt": 1}
+    assert tokenizer.decode(examples[0].tokens[:1]) == "<s>"
+    assert tokenizer.decode(examples[0].tokens).endswith("assistant<|/head|>\n\nFirst.<|eot|>")
+
+
+def test_the_report_says_in_sentences_what_happened(write_rows):
+    path = write_rows([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 1, 1, 0]}])
+    _, report = load(path)
+    assert report.lines() == [
+        f"{path}: 1 row of tokens, 4 tokens, 2 of them trained on (50%)",
+        "lengths: median 4, longest 4 tokens",
+    ]
+
+
+def test_answers_without_an_end_token_are_reported(write_rows, make_tokenizer):
+    _, report = load(write_rows([chat("one?", "First.")]), make_tokenizer("unclosed"))
+    assert report.num_unended == 1
+    assert any("ends with no token: 1;" in line for line in report.lines())
+
+
+def test_several_files_are_one_set(write_rows):
+    paths = [write_rows([{"input_ids": [1, 2]}], "a.jsonl"), write_rows([{"input_ids": [3, 4]}], "b.jsonl")]
+    examples, report = load(paths)
+    assert [example.where for example in examples] == [f"{path}:1" for path in paths]
+    assert report.source == f"{paths[0]} and 1 more"
+
+
+def test_a_token_beyond_the_models_vocabulary_is_an_error(write_rows, make_tokenizer):
+    path = write_rows([{"text": "hello"}])
+    with pytest.raises(InputError, match=rf"^{path}:1: the tokenizer gives token \d+, .*ends at 99"):
+        load(path, make_tokenizer(), vocab_size=100)
+    with pytest.raises(InputError, match=r"input_ids\[0\] is 100; .*from 0 to 99"):
+        load(write_rows([{"input_ids": [100, 1]}]), vocab_size=100)
+
+
+def test_text_without_a_tokenizer_is_an_error(write_rows):
+    with pytest.raises(InputError, match=r":1: text needs a tokenizer"):
+        load(write_rows([{"text": "hello"}]))
+
+
+@pytest.mark.parametrize(
+    "settings, fault",
+    [
+        ({"train_on": "user"}, r"^data\.train_on=user: must be one of assistant, last_assistant, all"),
+        ({"truncate": "left"}, r"^data\.truncate=left: "),
+        ({"format": "chat"}, r"^data\.format=chat: "),
+        ({"max_length": 0}, r"^data\.max_length=0: "),
+        ({"columns": {"txt": "text"}}, r"^data\.columns\.txt: "),
+        ({"columns": {"prompt": "q"}}, r"^data\.columns\.prompt: .*columns are: input_ids"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(write_rows, settings, fault):
+    with pytest.raises(InputError, match=fault):
+        load(write_rows([{"input_ids": [1, 2]}]), **settings)
+
+
+def test_the_data_side_loads_without_mlx():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, mlxft.data.load, mlxft.data.batches, mlxft.data.template\n"
+        "print([name for name in ('mlx', 'mlx.core', 'datasets', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,158 @@
+"""Reading JSON lines: rows unchanged, places kept, faults named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mlxft.data.sources import read_rows
+from mlxft.errors import InputError
+
+
+def rows_of(source, columns=None):
+    return [(row.values, row.where) for row in read_rows(source, columns)]
+
+
+def test_rows_keep_their_file_and_line(write_rows):
+    first = write_rows([{"text": "a"}, "", {"text": "b"}], "first.jsonl")
+    second = write_rows([{"text": "c"}], "second.jsonl")
+    assert rows_of([first, second]) == [
+        ({"text": "a"}, f"{first}:1"),
+        ({"text": "b"}, f"{first}:3"),
+        ({"text": "c"}, f"{second}:1"),
+    ]
+
+
+def test_rows_of_unlike_keys_and_types_survive_unchanged(write_rows):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "score": 1},
+        {
+            "messages": [{"role": "user", "content": "b", "name": "x"}],
+            "tools": [{"a": {"b": [1, "two", None]}}],
+        },
+        {"text": "c", "score": "high", "nested": {"deep": [[], {}, 1.5, True]}},
+        {},
+    ]
+    assert [values for values, _ in rows_of(write_rows(rows))] == rows
+
+
+def test_rows_can_be_gone_through_again(write_rows):
+    rows = read_rows(write_rows([{"text": "a"}, {"text": "b"}]))
+    assert len(rows) == 2
+    assert [row.values for row in rows] == [row.values for row in rows]
+
+
+def test_a_line_separator_inside_a_string_is_no_new_line(write_rows):
+    assert rows_of(write_rows([{"text": "a\u2028b\u0085c"}, {"text": "d"}]))[0][0] == {
+        "text": "a\u2028b\u0085c"
+    }
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert rows_of(path) == [({"text": "a"}, f"{path}:1"), ({"text": "b"}, f"{path}:3")]
+
+
+def test_bundled_data_is_found_by_name():
+    values, where = rows_of("bundled:pebble.jsonl")[0]
+    assert where == "bundled:pebble.jsonl:1"
+    assert "messages" in values
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ('{"text": "b"', r"not JSON \(.* at character 13\)"),
+        ("{'text': 'b'}", r"not JSON \(Expecting property name .* at character 2\)"),
+        ("{", "not JSON .*one line.*jq"),
+        ('"just text"', "text, not an object"),
+        ("3", "a number, not an object"),
+        ("null", "null, not an object"),
+        ('[{"text": "b"}]', "a JSON list, not an object.*jq"),
+        ('{"text": "\\ud83d"}', r"\\ud83d is half of a character"),
+        ("[" * 100_000, "not usable JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_fault(write_rows, line, fault):
+    path = write_rows([{"text": "a"}, line])
+    with pytest.raises(InputError, match=f"^{path}:2: {fault}"):
+        read_rows(path)
+
+
+def test_a_whole_pair_of_surrogates_is_a_character(write_rows):
+    assert rows_of(write_rows(['{"text": "\\ud83e\\udea8"}']))[0][0] == {"text": "\U0001faa8"}
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(InputError, match=f"^{path}:2: not UTF-8 .byte 14 of the line is 0xe9"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_rows_is_an_error(tmp_path, content):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(content)
+    with pytest.raises(InputError, match=f"^{path}: the file holds no rows"):
+        read_rows(path)
+
+
+def test_an_empty_file_among_others_is_an_error(write_rows):
+    with pytest.raises(InputError, match="none.jsonl: the file holds no rows"):
+        read_rows([write_rows([{"text": "a"}]), write_rows([], "none.jsonl")])
+
+
+def test_a_missing_file_a_folder_and_an_unknown_bundle_are_named(tmp_path):
+    with pytest.raises(InputError, match="nowhere.jsonl: cannot be read .No such file"):
+        read_rows(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(InputError, match=f"^{tmp_path}: is a folder"):
+        read_rows(str(tmp_path))
+    with pytest.raises(InputError, match=r"^bundled:peble.jsonl: .*Bundled are: .*pebble\.jsonl"):
+        read_rows("bundled:peble.jsonl")
+
+
+@pytest.mark.parametrize("source", [None, 3, [], ["a.jsonl", 4], {"train": "a.jsonl"}])
+def test_what_is_no_file_is_refused(source):
+    with pytest.raises(InputError, match="^data: "):
+        read_rows(source)
+
+
+def test_columns_are_read_under_our_names(write_rows):
+    path = write_rows([{"question": "a", "answer": "b", "id": 1}, {"question": "c", "text": "d"}])
+    assert [values for values, _ in rows_of(path, {"prompt": "question", "completion": "answer"})] == [
+        {"prompt": "a", "completion": "b", "id": 1},
+        {"prompt": "c", "text": "d"},
+    ]
+
+
+def test_a_mapped_column_wins_over_one_of_our_name(write_rows):
+    path = write_rows([{"prompt": "a", "completion": "b"}])
+    swapped = rows_of(path, {"prompt": "completion", "completion": "prompt"})
+    assert swapped[0][0] == {"prompt": "b", "completion": "a"}
+    assert rows_of(path, {"prompt": "completion"})[0][0] == {"prompt": "b"}
+
+
+def test_a_column_that_no_row_has_is_an_error_that_lists_the_columns(write_rows):
+    path = write_rows([{"question": "a"}, {"answer": "b"}])
+    with pytest.raises(
+        InputError, match=r"data\.columns\.prompt: .*'qestion'.*columns are: question, answer"
+    ):
+        read_rows(path, {"prompt": "qestion"})
+
+
+def test_reading_writes_nothing_and_says_nothing_even_without_a_home(write_rows, tmp_path):
+    path = write_rows([{"text": "a"}])
+    code = f"from mlxft.data.sources import read_rows; print([row.where for row in read_rows({path!r})])"
+    nowhere = "/dev/null/home"  # below a file: no folder can be made there
+    environment = os.environ | {"HOME": nowhere, "HF_HOME": nowhere + "/hf", "TMPDIR": str(tmp_path)}
+    before = sorted(tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout.replace("'", '"'))[0].endswith("rows.jsonl:1")
+    assert sorted(tmp_path.iterdir()) == before
