@@ -88,10 +88,10 @@ def _from_hub(hub_id: str, revision: Optional[str], tried: list[str]) -> Optiona
     """Returns the hub's snapshot, fetched or cached; None, with the reasons added to `tried`."""
     from huggingface_hub import snapshot_download
 
-    commit, refusal = _ask_hub(hub_id, revision)
-    if commit:
+    refusal = _refusal_of_hub(hub_id, revision)
+    if refusal is None:
         try:
-            return Path(snapshot_download(hub_id, revision=commit, allow_patterns=PATTERNS))
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=PATTERNS))
         except Exception as error:  # whatever its HTTP client and its cache raise
             refusal = f"fetching {hub_id} from the hub failed: {_first_line(error)}"
     tried.append(refusal)
@@ -105,12 +105,12 @@ def _from_hub(hub_id: str, revision: Optional[str], tried: list[str]) -> Optiona
     return cached
 
 
-def _ask_hub(hub_id: str, revision: Optional[str]) -> tuple[Optional[str], str]:
-    """Returns the commit that `revision` is now; or None and why not, in one line, within seconds."""
+def _refusal_of_hub(hub_id: str, revision: Optional[str]) -> Optional[str]:
+    """Returns, within seconds, None if the hub has the model for us, else in one line why not."""
     from huggingface_hub import HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
-        return None, "the hub was not asked (HF_HUB_OFFLINE is set)"
+        return "the hub was not asked (HF_HUB_OFFLINE is set)"
     answer = []
 
     def ask():
@@ -124,17 +124,17 @@ def _ask_hub(hub_id: str, revision: Optional[str]) -> tuple[Optional[str], str]:
     thread.start()
     thread.join(HUB_ANSWERS_WITHIN_S)
     if not answer:
-        return None, f"the hub ({constants.ENDPOINT}) did not answer in {HUB_ANSWERS_WITHIN_S:.0f} seconds"
+        return f"the hub ({constants.ENDPOINT}) did not answer within {HUB_ANSWERS_WITHIN_S:.0f} seconds"
     [result] = answer
     if not isinstance(result, Exception):
-        return result.sha, ""
+        return None
     if isinstance(result, errors.GatedRepoError):
-        return None, f"{hub_id} is gated: accept its terms on the hub and log in (hf auth login)"
+        return f"{hub_id} is gated: accept its terms on the hub and log in (hf auth login)"
     if isinstance(result, errors.RevisionNotFoundError):
-        return None, f"{hub_id} has no revision {revision!r} on the hub"
+        return f"{hub_id} has no revision {revision!r} on the hub"
     if isinstance(result, errors.RepositoryNotFoundError):
-        return None, f"the hub has no model {hub_id}, or not for you (hf auth login)"
-    return None, f"the hub ({constants.ENDPOINT}) cannot be reached: {_first_line(result)}"
+        return f"the hub has no model {hub_id}, or not for you (hf auth login)"
+    return f"the hub ({constants.ENDPOINT}) cannot be reached: {_first_line(result)}"
 
 
 def _from_package(hub_id: str, package: packaged.Package, tried: list[str]) -> Optional[Path]:

@@ -1,0 +1,89 @@
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxft.errors import InputError
+from mlxft.models.gguf_weights import convert, rows_as_halves
+from mlxft.models.load import load
+from tests.tiny_gguf import tiny_llama, write_gguf
+from tests.tiny_models import END_ID, START_ID
+
+IDS = mx.array([[5, 80, 7, 200, 31, 9]])
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_float32_file_gives_the_models_own_logits(tmp_path, out, tied):
+    convert(write_gguf(tmp_path / "m.gguf", tied=tied), out)
+    _, original = tiny_llama(tied)
+    original.set_dtype(mx.bfloat16)
+    original.set_dtype(mx.float32)  # what bfloat16 kept of the weights
+    model, _ = load(str(out), dtype="float32")
+    assert mx.array_equal(model(IDS), original(IDS))
+
+
+# A code is off by half a step at most; 8 bits in 32 values: step = largest / 127, 4 bits: range / 15.
+@pytest.mark.parametrize("kind, step", [
+    ("Q8_0", lambda group: np.abs(group).max(-1) / 127), ("Q4_1", lambda group: np.ptp(group, -1) / 15)])
+def test_packed_weights_are_unpacked_within_half_a_step(tmp_path, out, kind, step):
+    convert(write_gguf(tmp_path / "m.gguf", kind), out)
+    weights = mx.load(str(out / "model.safetensors"))
+    _, original = tiny_llama()
+    for name, array in tree_flatten(original.parameters()):
+        ours = np.array(weights[name].astype(mx.float32))
+        true = np.array(array)
+        assert weights[name].dtype == mx.bfloat16 and ours.shape == true.shape
+        groups = true.reshape(-1, 32)
+        limit = (0 if array.ndim == 1 else step(groups)[:, None] / 2) + np.abs(groups) * 2.0 ** -8
+        assert (np.abs(ours.reshape(-1, 32) - groups) <= limit * 1.02 + 1e-6).all()
+
+
+def test_config_and_tokenizer_are_those_of_the_file(tmp_path, out):
+    convert(write_gguf(tmp_path / "m.gguf"), out)
+    expected, _ = tiny_llama()
+    config = json.loads((out / "config.json").read_text())
+    assert {key: config[key] for key in expected} == expected
+    _, tokenizer = load(str(out))
+    assert tokenizer.encode("Hi 12") == [259, 32 + 3, 49 + 3, 50 + 3]
+    assert tokenizer.eos_token_ids == {END_ID} and tokenizer.bos_token_id == START_ID
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert ids == [START_ID, *tokenizer.encode("user\nHi"), END_ID, 10 + 3]
+
+
+def test_interleaved_rows_become_halves():
+    rows = np.array([[0], [2], [1], [3], [4], [6], [5], [7]])  # two heads of four rows
+    assert rows_as_halves(rows, 2)[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"architecture": "qwen2"}, "architecture 'qwen2' cannot be converted, only 'llama'"),
+    ({"pre": "qwen2"}, r"its tokenizer \(gpt2, qwen2\) cannot be converted"),
+    ({"extra_tensor": "rope_freqs.weight"}, "the tensor rope_freqs.weight has no counterpart"),
+    ({"extra_tensor": "blk.0.attn_sinks.weight"}, "the tensor blk.0.attn_sinks.weight has no counterpart"),
+])
+def test_what_cannot_be_converted_is_named(tmp_path, out, changes, message):
+    with pytest.raises(InputError, match=f"m.gguf: {message}"):
+        convert(write_gguf(tmp_path / "m.gguf", **changes), out)
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model" * 20])
+def test_a_file_that_is_no_gguf_is_named(tmp_path, out, content):
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(InputError, match="m.gguf is no readable GGUF file"):
+        convert(tmp_path / "m.gguf", out)
+
+
+def test_a_truncated_file_is_named(tmp_path, out):
+    whole = write_gguf(tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="m.gguf is no readable GGUF file"):
+        convert(tmp_path / "m.gguf", out)
