@@ -3,12 +3,14 @@
 Everything heavy is imported by the command that needs it: help and recipes answer at once.
 """
 
+import logging
 import os
 import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +73,28 @@ def _dispatch(arguments: list[str]) -> int:
     if any(argument in ("--help", "-h") for argument in rest):
         print(COMMANDS[name].help())
         return EXIT_DONE
-    return COMMANDS[name].run(rest)
+    with _messages_on_stderr():
+        return COMMANDS[name].run(rest)
+
+
+class _Stderr(logging.Handler):
+    """Prints to what sys.stderr is at that moment: a progress bar puts something of its own there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "file_only", False):
+            print(self.format(record), file=sys.stderr)
+
+
+@contextmanager
+def _messages_on_stderr():
+    """Shows what mlxft says while it works; standard output is left to results."""
+    log, handler = logging.getLogger("mlxft"), _Stderr()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _unknown_command(name: str) -> str:

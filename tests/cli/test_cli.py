@@ -1,5 +1,6 @@
 """The command itself: what it prints where, its exit codes, and that it answers at once."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -179,3 +180,16 @@ def test_python_takes_a_dictionary_a_config_or_overrides_with_the_same_check():
     for wrong in ({"trainer": {"lrr": 1}}, Config(), ["trainer.lrr=1"]):
         with pytest.raises(InputError, match="model.path: it is missing"):
             mlxft.train(wrong)
+
+
+def test_what_is_said_on_the_way_goes_to_standard_error_once(monkeypatch, capsys):
+    def work(arguments):
+        logging.getLogger("mlxft").info("said on the way")
+        logging.getLogger("mlxft").error("for the run's log alone", extra={"file_only": True})
+        print("the result")
+        return 0
+
+    monkeypatch.setitem(cli.COMMANDS, "doctor", cli.Command("", str, work))
+    for _ in range(2):
+        assert cli.main(["doctor"]) == 0
+        assert capsys.readouterr() == ("the result\n", "said on the way\n")
