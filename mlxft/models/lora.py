@@ -14,6 +14,7 @@ from mlxft.models.adapter_tensors import Adapter, LowRank
 from mlxft.models.adapters import attach, fit, load_adapter, read_adapter
 from mlxft.models.dequantise import is_quantised, num_packed_values
 from mlxft.models.lora_linear import LoRALinear, adapter_disabled, dimensions, dropout_keys, initial_a
+from mlxft.models.mlxlm_adapter import at_one_rank
 from mlxft.models.targets import LinearLayer, num_expert_layers, select
 
 __all__ = ["AdapterReport", "LoRALinear", "adapter_disabled", "apply_adapter", "dropout_keys"]
@@ -27,7 +28,7 @@ DEFAULT_RANK = 8
 class AdapterReport:
     """What is trained. num_trainable, num_total: single values. rank and alpha are None for kind full.
 
-    targets: paths of the adapted layers ("*" for kind full). rank: the highest where they differ.
+    targets: paths of the adapted layers ("*" for kind full).
     """
 
     num_trainable: int
@@ -61,9 +62,9 @@ def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> Adapte
     if num_experts := num_expert_layers(model):
         log.warning("the model's %d expert layers are not adapted, only its linear layers are", num_experts)
     num_trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
-    largest = max((low for _, low in chosen), key=lambda low: low.rank)
+    rank, scale = chosen[0][1].rank, chosen[0][1].scale  # the same for all
     return AdapterReport(num_trainable, num_base + num_trainable, [layer.path for layer, _ in chosen],
-                         largest.rank, largest.scale * largest.rank)
+                         rank, scale * rank)
 
 
 def _fresh(model: nn.Module, cfg: AdapterConfig, seed: int) -> list[tuple[LinearLayer, LowRank]]:
@@ -82,6 +83,7 @@ def _fresh(model: nn.Module, cfg: AdapterConfig, seed: int) -> list[tuple[Linear
 
 
 def _taken_over(model: nn.Module, cfg: AdapterConfig) -> list[tuple[LinearLayer, LowRank]]:
+    """Returns the updates of `cfg.init_from`, at one rank and scale: what is trained is what is saved."""
     adapter = read_adapter(cfg.init_from)
     if adapter.kind != "lora":
         raise InputError(f"adapter.kind=lora contradicts adapter.init_from={cfg.init_from}, which holds "
@@ -97,7 +99,8 @@ def _taken_over(model: nn.Module, cfg: AdapterConfig) -> list[tuple[LinearLayer,
                 f"adapter.init_from={cfg.init_from}: they choose {len(wanted)} layers, the adapter has "
                 f"{len(found)}, {len(wanted ^ found)} differ, first {min(wanted ^ found)}. Leave both out to "
                 "take over the adapter's.")
-    return fitted
+    even = at_one_rank({layer.path: low for layer, low in fitted})
+    return [(layer, even[layer.path]) for layer, _ in fitted]
 
 
 def _check_agrees(cfg: AdapterConfig, adapter: Adapter) -> None:

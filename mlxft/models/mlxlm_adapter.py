@@ -76,13 +76,16 @@ def lora_config(places: list[LinearLayer], chosen: set[str], rank: int, scale: f
 def at_one_rank(layers: dict[str, LowRank]) -> dict[str, LowRank]:
     """Returns the same updates at one rank and one scale, which is all that the layout can say.
 
-    Smaller ranks are filled up with zeros; a scale that differs goes into b.
+    Smaller ranks are filled up with zeros, which get no gradient; a scale that differs goes into b.
     """
     rank = max(layer.rank for layer in layers.values())
     scale = max(layer.scale for layer in layers.values())
-    even = {}
-    for path, layer in layers.items():
-        more = rank - layer.rank
-        b = layer.b if layer.scale == scale else layer.b * (layer.scale / scale)
-        even[path] = LowRank(mx.pad(layer.a, [(0, 0), (0, more)]), mx.pad(b, [(0, more), (0, 0)]), scale)
-    return even
+    return {path: _widened(layer, rank, scale) for path, layer in layers.items()}
+
+
+def _widened(layer: LowRank, rank: int, scale: float) -> LowRank:
+    if (layer.rank, layer.scale) == (rank, scale):
+        return layer
+    more = rank - layer.rank
+    a, b = layer.a.astype(mx.float32), layer.b.astype(mx.float32) * (layer.scale / scale)
+    return LowRank(mx.pad(a, [(0, 0), (0, more)]), mx.pad(b, [(0, more), (0, 0)]), scale)

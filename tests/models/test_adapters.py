@@ -180,6 +180,21 @@ def test_rank_and_alpha_patterns_and_rslora_give_each_layer_its_own_scale(peft):
     assert scales["model.layers.1.self_attn.q_proj"] == 8 / 2 ** 0.5
 
 
+def test_uneven_ranks_and_scales_are_trained_as_they_are_saved(peft, tmp_path):
+    edit_config(peft, alpha_pattern={"q_proj": 2})
+    plain, even = load_model(LLAMA)[0], load_model(LLAMA)[0]
+    load_adapter(plain, peft)
+    cfg = AdapterConfig(init_from=str(peft))
+    report = apply_adapter(even, cfg)
+    assert (report.rank, report.alpha) == (4, 8.0)
+    assert relative_difference(even(TOKENS), plain(TOKENS)) < 1e-6
+    save_adapter(tmp_path / "saved", even, cfg, str(LLAMA))
+    saved = mx.load(str(tmp_path / "saved" / "adapters.safetensors"))
+    trained = dict(tree_flatten(even.trainable_parameters()))
+    assert saved.keys() == trained.keys()
+    assert all(mx.array_equal(saved[name], trained[name]).item() for name in saved)
+
+
 @pytest.mark.parametrize("setting", [
     {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"layer_replication": [[0, 2]]},
     {"trainable_token_indices": [1]}, {"peft_type": "IA3"}, {"init_lora_weights": "pissa_niter_4"}])

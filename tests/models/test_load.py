@@ -12,7 +12,7 @@ import mlxft.models
 from mlxft.backend import backend
 from mlxft.errors import InputError
 from mlxft.models.dequantise import is_quantised
-from mlxft.models.load import load, load_model, load_tokenizer
+from mlxft.models.load import load, load_model, load_tokenizer, vocabulary_size
 from tests.tiny_models import END_ID, FAMILIES, make_model, model_config, random_model
 
 TOKENS = mx.array([[5, 80, 7, 200, 31, 9]])
@@ -180,6 +180,15 @@ def test_a_damaged_tokenizer_is_named(folder):
 def test_the_end_tokens_of_generation_config_are_the_tokenizers(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert load(str(folder))[1].eos_token_ids == load_tokenizer(folder).eos_token_ids == {2, 7}
+
+
+def test_the_vocabulary_is_the_text_models(folder):
+    assert vocabulary_size(folder) == 259
+    edit_config(folder, "vocab_size", text_config={"vocab_size": 300})
+    assert vocabulary_size(folder) == 300
+    edit_config(folder, "text_config")
+    with pytest.raises(InputError, match="config.json: vocab_size is None"):
+        vocabulary_size(folder)
 
 
 def test_a_rotary_table_in_an_old_checkpoint_is_no_problem(folder):
