@@ -18,6 +18,7 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     """
     given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
     yield from _steps(settings)
+    yield from _rows(settings, given)
     yield from _validation(settings)
     yield from _adapter(settings, given)
     yield from _optimizer(settings, given)
@@ -32,6 +33,15 @@ def _steps(settings: Mapping[str, Any]) -> Found:
     steps, warmup = settings["trainer.max_steps"], settings["schedule.warmup_steps"]
     if steps is not None and warmup >= steps:
         yield "schedule.warmup_steps", f"{warmup} steps are not fewer than trainer.max_steps={steps}"
+
+
+def _rows(settings: Mapping[str, Any], given: set[str]) -> Found:
+    if "data.train_on" not in given:
+        return
+    if settings["data.format"] == "tokens":
+        yield "data.train_on", "rows of tokens say by their mask what is trained on; leave it out"
+    elif settings["data.format"] == "text" and settings["data.train_on"] != "all":
+        yield "data.train_on", "plain text has no turns and all of it is trained on; leave it out"
 
 
 def _validation(settings: Mapping[str, Any]) -> Found:

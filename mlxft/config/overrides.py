@@ -53,7 +53,7 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Key], problems: Prob
     request = Request()
     groups = group_files()
     for argument in arguments:
-        match = _ARGUMENT.fullmatch(argument.strip())
+        match = _ARGUMENT.fullmatch(argument.lstrip())
         if argument.startswith(("-", "~")) or not match:
             problems.add(argument, _not_an_assignment(argument, keys))
             continue
@@ -61,7 +61,7 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Key], problems: Prob
         if name == "recipe":
             _read_recipe(value, request, problems)
         elif name in FREE_TEXT and name in keys:
-            request.texts[name] = _unquoted(value)
+            request.texts[name] = _unquoted(match["value"])
         elif name in groups:
             _read_choice(name, value, groups[name], request, problems)
         elif name in keys or _is_inside(name, keys):

@@ -29,6 +29,8 @@ def made(rows, **settings):
         ({"adapter__kind": "full", "adapter__rank": 8}, "adapter.rank", "adapter.kind=full"),
         ({"adapter__kind": "full", "adapter__alpha": 8}, "adapter.alpha", "adapter.kind=full"),
         ({"adapter__kind": "full", "adapter__layers": 8}, "adapter.layers", "adapter.kind=full"),
+        ({"data__format": "tokens", "data__train_on": "all"}, "data.train_on", "by their mask"),
+        ({"data__format": "text", "data__train_on": "last_assistant"}, "data.train_on", "no turns"),
         ({"trainer__patience": 3}, "trainer.patience", "data.valid"),
         ({"trainer__eval_every": 3}, "trainer.eval_every", "data.valid"),
         (

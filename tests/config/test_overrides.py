@@ -148,7 +148,14 @@ def test_lists_dictionaries_and_interpolations_are_read():
 
 @pytest.mark.parametrize(
     "prompt",
-    ["Hello, who are you? {really} (yes)", "a=b", "${not.an.interpolation}", "it's", 'say "hi" to me'],
+    [
+        "Hello, who are you? {really} (yes)",
+        "a=b",
+        "${not.an.interpolation}",
+        "it's",
+        'say "hi" to me',
+        " two\nlines ",
+    ],
 )
 def test_a_prompt_is_taken_as_typed(prompt):
     composed = compose(["model.path=owner/name", f"prompt={prompt}", "max_tokens=3"], command="generate")
