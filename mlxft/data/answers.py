@@ -99,7 +99,7 @@ def _find_span(template: ChatTemplate, row: ChatRow, rendered: Rendered, turn: i
     last = _find_last(template, rendered, words, bound)
     if last is None:
         return None
-    start = _find_start(template, row, rendered, turn, words)
+    start = _find_start(template, rendered, words)
     first = rendered.token_after(start)
     if first < len(rendered.tokens) and rendered.offsets[first, 0] < start:
         # A token across the seam holds some of the answer and is trained, unless it is the template's own.
@@ -125,7 +125,7 @@ def _find_words(template: ChatTemplate, row: ChatRow, text: str, turn: int) -> W
         start = shared_prefix(text, changed)
         if not whole:
             return Words(start, start, whole)
-        tail = changed.rpartition(mark)[2]
+        tail = changed.partition(mark)[2]
         shared = min(shared_suffix(text, tail), len(text) - start)
         if len(tail) - shared <= template.closing_length:  # after it, nothing but the closing differs
             return Words(start, len(text) - shared, whole)
@@ -156,7 +156,7 @@ def _find_last(template: ChatTemplate, rendered: Rendered, words: Words, bound: 
     return max((place for place in range(begin, bound) if tokens[place] in template.end_ids), default=None)
 
 
-def _find_start(template: ChatTemplate, row: ChatRow, rendered: Rendered, turn: int, words: Words) -> int:
+def _find_start(template: ChatTemplate, rendered: Rendered, words: Words) -> int:
     """Returns the character after the generation prompt: from there on the model writes by itself.
 
     The longest prompt goes first: an empty think block that a prompt brings with it is not the model's.
@@ -167,21 +167,14 @@ def _find_start(template: ChatTemplate, row: ChatRow, rendered: Rendered, turn: 
         begin = len(before) - len(prompt.rstrip())
         if begin >= 0 and text.startswith(prompt, begin):
             return begin + len(prompt)
-    # More stands before the words: the row's thinking, or a channel that the model itself chooses.
-    for prompt in prompts:
-        settings = template.prompts[prompt]
-        try:
-            head = template.render(row.messages[:turn], row.tools, add_generation_prompt=True, **settings)
-        except Refused:  # such as no turns at all before this one
-            continue
-        if text.startswith(head):
-            return len(head)
-    # Earlier turns read differently now that later ones exist.
-    for prompt in prompts:
-        place = text.rfind(prompt, 0, words.start)
-        if place >= 0 and not _closes_between(template, rendered, place, words.start):
-            return place + len(prompt)
-    return words.start
+    # More stands before the words: an opened think block, or a channel that the model itself chooses.
+    places = [(text.rfind(prompt, 0, words.start), len(prompt)) for prompt in prompts]
+    ends = [
+        place + length
+        for place, length in places
+        if place >= 0 and not _closes_between(template, rendered, place, words.start)
+    ]
+    return max(ends, default=words.start)
 
 
 def _closes_between(template: ChatTemplate, rendered: Rendered, start: int, end: int) -> bool:

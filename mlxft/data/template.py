@@ -53,8 +53,8 @@ def stop_token_ids(tokenizer: Any) -> set[int]:
 class ChatTemplate:
     """The chat template of a tokenizer, mlx-lm's wrapper or transformers' own.
 
-    prompts: {generation prompt: the settings that give it}, with thinking on and off. end_ids: tokens
-    that close an answer. closing_length: characters from an answer's words to the end of that token.
+    prompts: the generation prompts, with thinking on and off. end_ids: tokens that close an answer.
+    closing_length: characters from an answer's words to the end of that token.
     added_ids, special_ids: tokens outside the plain text vocabulary; those that are markup only.
 
     Raises:
@@ -80,7 +80,7 @@ class ChatTemplate:
         self.stop_ids = stop_token_ids(tokenizer)
         self.end_ids = set(self.stop_ids)
         self.closing_length = 0
-        self.prompts: dict[str, dict[str, bool]] = {}
+        self.prompts: set[str] = set()
         self._probe()
 
     def render(self, messages: list[dict], tools: list[dict] | None, **settings: Any) -> str:
@@ -104,7 +104,7 @@ class ChatTemplate:
             for setting in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
                 bare = self.render([user], None, **setting)
                 head = self.render([user], None, add_generation_prompt=True, **setting)
-                self.prompts.setdefault(head[shared_prefix(bare, head) :], setting)
+                self.prompts.add(head[shared_prefix(bare, head) :])
             last = self.render([user, answer], None).partition(mark)[2]
             middle = self.render([user, answer, user], None).partition(mark)[2]
         except Refused:

@@ -4,7 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CORPUS = [
     "What is the name of the sea? The name of the sea is the Baltic. ",
@@ -65,6 +74,14 @@ TEMPLATES = {
         "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}"
         "{% else %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
     ),
+    # Marks that take in a think block, although a prompt may bring it along.
+    "marked_thinking": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        "{% generation %}{{ '<think></think>' + m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}" + TURN + "{% endif %}{% endfor %}" + PROMPT + ""
+        "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+        "{{ '<think></think>' }}{% endif %}"
+    ),
     # Marks that take in the newline after the end token.
     "marked_wide": (
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
@@ -79,16 +96,22 @@ TEMPLATES = {
         "{{ '<call>' + call['function'] | tojson + '</call>' }}{% endfor %}"
         "{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
     ),
-    # A call's result written into the turn of the call, which a token of its own then closes.
+    # A call's result written into the turn of the call, which goes on with the next answer.
     "folded_tools": (
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<turn>user\n' + m['content'] + '</turn>\n' }}"
+        LAST_USER + "{% for m in messages %}"
+        "{% if m['role'] == 'user' %}{{ '<turn>user\\n' + m['content'] + '</turn>\\n' }}"
         "{% elif m['role'] == 'assistant' %}"
         "{% if loop.index0 == 0 or messages[loop.index0 - 1]['role'] != 'tool' %}"
         "{{ '<turn>model\n' }}{% endif %}"
+        "{% if m['thought'] and loop.index0 > ns.last %}"
+        "{{ '<think>' + m['thought'] + '</think>' }}{% endif %}"
         "{% for call in m['tool_calls'] or [] %}{{ '<call>' + call['function']['name'] + '</call><result>' }}"
         "{% endfor %}{% if m['tool_calls'] %}{% if not loop.last %}"
         "{{ messages[loop.index0 + 1]['content'] + '</result>' }}{% endif %}"
-        "{% else %}{{ m['content'] + '</turn>\n' }}{% endif %}{% endif %}{% endfor %}"
+        "{% else %}{{ m['content'] }}"
+        "{% if loop.last or messages[loop.index0 + 1]['role'] == 'user' %}"
+        "{{ '</turn>\n' }}{% endif %}"
+        "{% endif %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}{{ '<turn>model\n' }}{% endif %}"
     ),
     # Turns that nothing closes.
@@ -96,9 +119,56 @@ TEMPLATES = {
         "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     ),
+    # Turns that nothing closes, with a think block that a prompt brings along when thinking is off.
+    "unclosed_thinking": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}"
+        "{{ '<think>' + (m['thought'] or '') + '</think>' }}{% endif %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+        "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '' }}{% endif %}"
+    ),
+    # The user's turns closed, the assistant's not.
+    "half_closed": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+        "{{ '<|end|>' if m['role'] == 'user' else '' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    ),
+    # A mark of the template's own, then the token that stops generation.
+    "two_ends": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
+        "{{ eos_token if m['role'] == 'assistant' else '' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    ),
+    # A prompt that is longer with thinking off; the text is as if it were off.
+    "two_prompts": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+        "{{ '\n' if enable_thinking is defined and not enable_thinking else '' }}{% endif %}"
+    ),
+    # A token before the answer that swallows the white space after it.
+    "swallowing": (
+        "{% for m in messages %}{{ '<|wide|>' + m['content'] + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|wide|>' }}{% endif %}"
+    ),
+    # What the assistant said is written once more into the user's next turn.
+    "echo": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'user' and not loop.first %}"
+        "{{ '(you said: ' + messages[loop.index0 - 1]['content'] + ') ' }}{% endif %}"
+        "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+    ),
+    # The last turn first.
+    "backwards": "{% for m in messages | reverse %}" + TURN + "{% endfor %}" + PROMPT,
+    # Marks around the last answer only.
+    "marked_last": (
+        "{% for m in messages %}{% if loop.last %}{{ '<|im_start|>assistant\n' }}"
+        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
+    ),
     # Another token before more turns than at the very end, and a channel that the model itself writes.
     "channels": (
-        "{% for m in messages %}{{ '<|start|>' + m['role'] }}"
+        LAST_USER + "{% for m in messages %}{% if m['thought'] and loop.index0 > ns.last %}"
+        "{{ '<|start|>assistant<|channel|>thought<|message|>' + m['thought'] + '<|end|>' }}{% endif %}"
+        "{{ '<|start|>' + m['role'] }}"
         "{% if m['role'] == 'assistant' %}{{ '<|channel|>final' }}{% endif %}"
         "{{ '<|message|>' + m['content'] }}"
         "{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|end|>' }}{% endfor %}"
@@ -124,8 +194,8 @@ SPECIAL = (
 NOT_SPECIAL = ("<think>", "</think>", "<call>", "</call>")
 
 
-def build(template: str | None = None, adds_bos: bool = False, pad: str = "</s>", eos: str | None = "</s>"):
-    """Returns a byte-level BPE tokenizer of about 400 tokens; pad is EOS unless told otherwise."""
+def build(template=None, adds_bos=False, adds_eos=False, pad="</s>", eos="</s>", drops=None):
+    """Returns a byte-level BPE tokenizer of about 400 tokens, which ignores the character `drops`."""
     from transformers import PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE())
@@ -135,10 +205,13 @@ def build(template: str | None = None, adds_bos: bool = False, pad: str = "</s>"
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator(CORPUS, trainer)
     inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    inner.add_special_tokens([AddedToken("<|wide|>", special=True, normalized=False, rstrip=True)])
     inner.add_tokens([AddedToken(token, special=False, normalized=False) for token in NOT_SPECIAL])
-    if adds_bos:
-        bos = ("<s>", inner.token_to_id("<s>"))
-        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    single = ("<s> " if adds_bos else "") + "$A" + (" </s>" if adds_eos else "")
+    ends = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
+    inner.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    if drops:
+        inner.normalizer = normalizers.Replace(drops, "")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token=eos, pad_token=pad)
     tokenizer.chat_template = TEMPLATES[template] if template else None
     return tokenizer

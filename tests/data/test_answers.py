@@ -69,6 +69,15 @@ def test_a_result_written_into_the_turn_of_its_call_is_not_trained(answers):
     ]
 
 
+def test_an_answer_after_a_result_begins_there_also_where_earlier_turns_read_differently(answers):
+    messages = [MESSAGES[0], MESSAGES[1] | {"thought": "hm"}, *MESSAGES[2:]]
+    assert answers("folded_tools", messages) == [
+        "<call>add_up</call><result>",
+        "It is 3.</turn>",
+        "Bye.</turn>",
+    ]
+
+
 def test_a_call_that_the_template_leaves_out_is_refused(make_tokenizer):
     encoder = ChatEncoder(make_tokenizer("chatml"))
     with pytest.raises(InputError, match=r"^calls\.jsonl:3: .*writes nothing of messages\[1\]"):

@@ -64,7 +64,7 @@ def test_little_of_a_shuffled_epoch_is_padding():
 def test_long_and_short_batches_are_mixed_through_the_epoch():
     lengths = np.array(random_lengths(2000))
     longest = [int(lengths[batch].max()) for batch in BatchOrder(lengths, 8, True, seed=0).epoch(0)]
-    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.2
+    assert abs(np.corrcoef(longest[:-1], longest[1:])[0, 1]) < 0.2  # sorted ones would be near 1
 
 
 def test_every_row_is_sometimes_in_the_smaller_batch():

@@ -41,6 +41,10 @@ def answers(make_tokenizer, trained_text):
         ("marked", "<|im_end|>"),
         ("marked_wide", "<|im_end|>"),
         ("tools", "<|im_end|>"),
+        ("marked_last", "<|im_end|>"),
+        ("echo", "<|im_end|>"),
+        ("two_prompts", "<|end|>"),
+        ("two_ends", "<|end|></s>"),
     ],
 )
 def test_every_answer_and_its_end_token_is_trained_and_nothing_else(answers, template, end):
@@ -111,6 +115,11 @@ def test_an_empty_think_block_of_the_template_is_not_trained(answers):
     assert answers("thinking", chat(TWO)) == ["First.<|im_end|>", "Second.<|im_end|>"]
 
 
+def test_the_templates_own_marks_decide_where_it_has_them(answers):
+    trained = ["<think></think>First.<|im_end|>", "<think></think>Second.<|im_end|>"]
+    assert answers("marked_thinking", chat(TWO)) == trained
+
+
 def test_thinking_in_the_row_is_trained_where_the_template_keeps_it(answers):
     turns = [
         (USER, "one?"),
@@ -124,11 +133,43 @@ def test_thinking_in_the_row_is_trained_where_the_template_keeps_it(answers):
     ]
 
 
+def test_thinking_begins_in_its_own_turn_where_no_turn_is_closed(answers):
+    row = chat(TWO)
+    row.messages[3]["thought"] = "hm"
+    assert answers("unclosed_thinking", row) == ["First.", "<think>hm</think>Second."]
+
+
+def test_thinking_that_quotes_the_prompt_is_trained_whole(answers):
+    thought = "<think>\nthey wrote <|im_start|>assistant\nhm\n</think>\n\nFirst."
+    assert answers("thinking", chat([(USER, "one?"), (ASSISTANT, thought)])) == [thought + "<|im_end|>"]
+
+
 def test_a_channel_that_the_model_writes_itself_is_trained(answers):
     assert answers("channels", chat(TWO)) == [
         "<|channel|>final<|message|>First.<|end|>",
         "<|channel|>final<|message|>Second.<|return|>",
     ]
+
+
+def test_a_channel_is_trained_also_where_earlier_turns_read_differently_in_the_whole(answers):
+    row = chat([(USER, "one?"), (ASSISTANT, "Wait."), (ASSISTANT, "First."), *TWO[2:]])
+    row.messages[1]["thought"] = "hm"  # written only while no user's turn follows
+    assert answers("channels", row) == [
+        "<|channel|>final<|message|>Wait.<|end|>",
+        "<|channel|>final<|message|>First.<|end|>",
+        "<|channel|>final<|message|>Second.<|return|>",
+    ]
+
+
+def test_a_token_of_the_template_that_reaches_into_the_answer_is_not_trained(answers, make_tokenizer):
+    assert len(make_tokenizer("swallowing").tokenize("<|wide|> \n ")) == 1
+    assert answers("swallowing", chat([(USER, "one?"), (ASSISTANT, " \n First.")])) == ["First.<|end|>"]
+
+
+def test_the_next_turns_end_token_is_not_taken_for_one_that_is_missing(make_tokenizer, trained_text):
+    tokenizer = make_tokenizer("half_closed", eos="<|end|>")
+    encoded = ChatEncoder(tokenizer).encode(chat(TWO), "assistant")
+    assert trained_text(tokenizer, encoded.tokens, encoded.mask) == ["First.", "Second."]
 
 
 def test_the_end_token_is_trained_when_it_is_the_padding_token_too(make_tokenizer):
@@ -157,6 +198,11 @@ def test_a_template_that_closes_no_turn_trains_the_words_and_is_counted(make_tok
 def test_an_answer_that_the_template_leaves_out_is_refused(make_tokenizer):
     with pytest.raises(InputError, match=r"^chat\.jsonl:7: cannot find messages\[1\]"):
         ChatEncoder(make_tokenizer("silent")).encode(chat(TWO), "assistant")
+
+
+def test_answers_that_the_template_puts_out_of_order_are_refused(make_tokenizer):
+    with pytest.raises(InputError, match=r"^chat\.jsonl:7: cannot find messages\[3\]"):
+        ChatEncoder(make_tokenizer("backwards")).encode(chat(TWO), "assistant")
 
 
 def test_a_row_that_the_template_refuses_names_its_reason(make_tokenizer):

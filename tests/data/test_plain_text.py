@@ -64,6 +64,10 @@ def test_a_completion_that_is_only_the_stop_token_is_trained(encode):
     assert encode("hello", "</s>") == ("hello</s>", ["</s>"])
 
 
+def test_something_is_trained_even_if_the_tokenizer_makes_nothing_of_the_completion(encode):
+    assert encode("hello", "~", drops="~", adds_eos=True) == ("hello</s>", ["</s>"])
+
+
 def test_text_is_trained_whole_with_an_end_of_sequence(make_tokenizer):
     tokenizer = make_tokenizer(adds_bos=True)
     tokens, mask = TextEncoder(tokenizer).encode_text(TextRow("<s>hello there", WHERE))

@@ -27,8 +27,8 @@ def test_the_tokens_that_close_an_answer_are_read_off_the_template(make_tokenize
 
 def test_the_prompts_with_thinking_on_and_off_are_known(make_tokenizer):
     assert ChatTemplate(make_tokenizer("thinking")).prompts == {
-        "<|im_start|>assistant\n": {},
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n": {"enable_thinking": False},
+        "<|im_start|>assistant\n",
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
     }
 
 
