@@ -38,11 +38,15 @@ def main(overrides: list[str]) -> int:
     """
     from mlxft.config import compose
     from mlxft.evaluation.adapted import load_adapted
+    from mlxft.models.load import load_tokenizer
+    from mlxft.models.resolve import resolve
 
     composed = compose(overrides, command="generate")
     wanted = composed.generate
-    model, tokenizer = load_adapted(composed.config)
+    folder = resolve(composed.config.model.path, composed.config.model.revision)
+    tokenizer = load_tokenizer(folder)
     prompt = prompt_tokens(tokenizer, wanted.prompt, wanted.system, wanted.thinking)
+    model = load_adapted(composed.config, folder)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed)
     last = None
     for part in stream(model, tokenizer, prompt, sampling):
@@ -59,8 +63,9 @@ def answer(model: nn.Module, tokenizer: Any, question: str, max_tokens: int) -> 
     return "".join(part.text for part in stream(model, tokenizer, prompt, Sampling(max_tokens))).strip()
 
 
-def stream(model: nn.Module, tokenizer: Any, prompt: list[int],
-           sampling: Sampling) -> Iterator[GenerationResponse]:
+def stream(
+    model: nn.Module, tokenizer: Any, prompt: list[int], sampling: Sampling
+) -> Iterator[GenerationResponse]:
     """Yields the answer to `prompt` in pieces of text, the last of them with the reason why it ended."""
     if sampling.temperature > 0:  # the likeliest token needs no chance, and takes none from others
         mx.random.seed(sampling.seed)
@@ -68,8 +73,9 @@ def stream(model: nn.Module, tokenizer: Any, prompt: list[int],
     yield from stream_generate(model, tokenizer, prompt, max_tokens=sampling.max_tokens, sampler=sampler)
 
 
-def prompt_tokens(tokenizer: Any, question: str, system: Optional[str] = None,
-                  thinking: bool = False) -> list[int]:
+def prompt_tokens(
+    tokenizer: Any, question: str, system: Optional[str] = None, thinking: bool = False
+) -> list[int]:
     """Returns the tokens that the answer follows: the chat so far and the beginning of the answer's turn.
 
     Raises: InputError for a system turn where the model's template has no place for one, or there is no
@@ -78,8 +84,10 @@ def prompt_tokens(tokenizer: Any, question: str, system: Optional[str] = None,
     if getattr(tokenizer, "has_chat_template", False):
         tokens = _chat_tokens(tokenizer, question, system, thinking)
     elif system is not None:
-        raise InputError("system: the model's tokenizer has no chat template, so there are no turns. "
-                         "Write everything into the prompt, or use an instruct model")
+        raise InputError(
+            "system: the model's tokenizer has no chat template, so there are no turns. "
+            "Write everything into the prompt, or use an instruct model"
+        )
     else:
         tokens = tokenizer.encode(question)
     if not tokens:
@@ -102,6 +110,8 @@ def _chat_tokens(tokenizer: Any, question: str, system: Optional[str], thinking:
 
 def _speeds(last: GenerationResponse) -> str:
     why = "  (max_tokens reached)" if last.finish_reason == "length" else ""
-    return (f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:,.0f} tokens/s  "
-            f"answer: {last.generation_tokens} tokens, {last.generation_tps:,.1f} tokens/s  "
-            f"peak {last.peak_memory:.2f} GB{why}")
+    return (
+        f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:,.0f} tokens/s  "
+        f"answer: {last.generation_tokens} tokens, {last.generation_tps:,.1f} tokens/s  "
+        f"peak {last.peak_memory:.2f} GB{why}"
+    )

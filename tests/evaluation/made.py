@@ -1,0 +1,84 @@
+"""What tests of evaluation share: a tiny model that speaks in letters, a random adapter, the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map_with_path
+
+from mlxft.config.schema import AdapterConfig
+from mlxft.models import load
+from mlxft.models.adapters import save_adapter
+from mlxft.models.lora import LoRALinear, apply_adapter
+from tests.tiny_models import END_ID, SPECIAL_TOKENS, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+LETTERS = [byte + len(SPECIAL_TOKENS) for byte in range(ord("a"), ord("z") + 1)]
+
+
+def make_speaker(folder: Path, stops_like: int | None = None) -> Path:
+    """Writes a tiny model whose likeliest token is always a letter, or the end token.
+
+    stops_like: a letter's id; where it would be likely the end token is three times as likely.
+    """
+    make_model(folder, "llama")
+    file = str(folder / "model.safetensors")
+    weights = dict(mx.load(file).items())
+    head = np.array(weights["lm_head.weight"])
+    silent = np.ones(len(head), dtype=bool)
+    silent[LETTERS] = False
+    head[silent] = 0.0  # a logit of 0 loses against the highest of 26 letters
+    if stops_like is not None:
+        head[END_ID] = 3 * head[stops_like]
+    weights["lm_head.weight"] = mx.array(head)
+    mx.save_safetensors(file, weights, metadata={"format": "mlx"})
+    return folder
+
+
+def make_adapter(folder: Path, model_folder: Path, seed: int = 0, size: float = 0.3) -> Path:
+    """Writes a random LoRA adapter of rank 4 and scale 2 for the model."""
+    model, _ = load(str(model_folder))
+    config = AdapterConfig(rank=4, alpha=8.0)
+    apply_adapter(model, config, seed)
+    randomise(model, seed, size)
+    save_adapter(folder, model, config, str(model_folder))
+    return folder
+
+
+def randomise(model: nn.Module, seed: int, size: float) -> None:
+    """Replaces the updates' second factors, which start at zero."""
+    random = np.random.default_rng(seed)
+
+    def drawn(path, value):
+        if not path.endswith("lora_b"):
+            return value
+        return mx.array(random.normal(0, size, value.shape).astype(np.float32))
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
+
+
+def merged(model_folder: Path, adapter_model: nn.Module) -> nn.Module:
+    """Returns the plain model with W + scale (A B)^T written into its weights."""
+    model, _ = load(str(model_folder))
+    plain = dict(model.named_modules())
+    for path, module in adapter_model.named_modules():
+        if isinstance(module, LoRALinear):
+            weight = plain[path].weight
+            plain[path].weight = weight + module.scale * (module.lora_a @ module.lora_b).T
+    return model
+
+
+def mlxft(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    """Runs the command in a process of its own, in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlxft", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
