@@ -37,6 +37,15 @@ class AdapterReport:
     rank: int | None
     alpha: float | None
 
+    def __str__(self) -> str:
+        share = 100 * self.num_trainable / self.num_total
+        sizes = f"{self.num_trainable:,} of {self.num_total:,} parameters are trained ({share:.2f}%)"
+        if self.rank is None:
+            return sizes
+        kinds = sorted({path.rpartition(".")[2] for path in self.targets})
+        where = f"{len(self.targets)} layers ({', '.join(kinds)})"
+        return f"{sizes}: LoRA of rank {self.rank}, alpha {self.alpha:g} on {where}"
+
 
 def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> AdapterReport:
     """Makes `model` trainable as `cfg` says, in place, and returns what came of it.

@@ -57,15 +57,16 @@ class Gradient:
         self.compiled = compiled
         self.observe = observe
         self._run_layers = {"whole": _run_plain, "checkpoint": _run_checkpointed}[kind]
+        self._traced = False
         self._programs: OrderedDict[tuple, Callable] = OrderedDict()
 
     def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
-        model = self.view.model
+        self._traced = False
         try:
-            with self.view.active():
-                (loss, metrics, hidden), gradients = self._program(inputs, layout)(params, inputs)
+            (loss, metrics, hidden), gradients = self._program(inputs, layout)(params, inputs)
         finally:
-            model.update(params)  # tracing left its placeholders on the modules
+            if self._traced:  # which left its placeholders on the modules
+                self.view.model.update(params)
         if self.observe:
             for phase, arrays in (("forward", hidden), ("head", loss), ("backward", gradients)):
                 self.observe(phase, arrays)
@@ -93,12 +94,13 @@ class Gradient:
             value, metrics = self.objective.loss(trained_head(self.view), hidden, inputs)
             return value, metrics, hidden if self.observe else ()
 
-        def with_dropout(params, inputs):
-            # The recompute of a checkpoint is traced within this call, so it sees the same key.
-            with dropout_keys(inputs.get("dropout_key")):
+        def differentiated(params, inputs):
+            self._traced = True
+            # The recompute of a checkpoint is traced within this call: it sees the same key and layout.
+            with self.view.active(), dropout_keys(inputs.get("dropout_key")):
                 return mx.value_and_grad(loss)(params, inputs)
 
-        return with_dropout
+        return differentiated
 
 
 def trained_head(view: DecoderView) -> Head:

@@ -4,12 +4,11 @@ import logging
 import math
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Optional, Protocol, Sequence
+from typing import Any, Callable, Optional, Protocol
 
 import mlx.core as mx
 
 from mlxft.config.schema import Config
-from mlxft.data.example import Batch
 from mlxft.errors import GuardStop, Interrupted
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.metrics import MetricsFile
@@ -79,8 +78,7 @@ class Loop:
         """
         self._validate_if_due()
         while self.progress.step < self.total_steps and not self._should_stop_early():
-            batches = self.windows.at(self.progress.step)
-            if not self._take_step(batches):
+            if not self._take_step():
                 self._interrupted()
             self._validate_if_due()
             if self._is_due(self.config.trainer.save_every) or self.progress.step == self.total_steps:
@@ -93,13 +91,13 @@ class Loop:
             return "early_stopped"
         return "completed"
 
-    def _take_step(self, batches: Sequence[Batch]) -> bool:
+    def _take_step(self) -> bool:
         """Takes one optimiser step; False if a stop was asked for within its window."""
         began = time.perf_counter()
         mx.reset_peak_memory()
         step = self.progress.step
         rate = learning_rate(step, self.total_steps, self.config.optimizer.lr, self.config.schedule)
-        window = self.stepper.window(batches, step)
+        window = self.stepper.window(self.windows.at(step), step)
         if window is None:
             return False
         if window.is_finite:
@@ -163,9 +161,8 @@ class Loop:
         record = {"kind": "valid", "step": progress.step, **self.validate()}
         progress.validated_step = progress.step
         best = progress.best_loss
-        if math.isfinite(record["loss"]) and (
-            best is None or record["loss"] < best - self.config.trainer.min_delta
-        ):
+        limit = math.inf if best is None else best - self.config.trainer.min_delta
+        if record["loss"] < limit:
             progress.best_loss, progress.best_step = record["loss"], progress.step
             progress.without_improvement = 0
             self.save_best()

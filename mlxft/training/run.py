@@ -21,7 +21,7 @@ from mlxft.data.load import load_examples
 from mlxft.errors import InputError, MlxftError
 from mlxft.models.adapters import save_adapter
 from mlxft.models.decoder import DecoderView, view
-from mlxft.models.load import load, load_tokenizer, vocabulary_size
+from mlxft.models.load import load_model, load_tokenizer, vocabulary_size
 from mlxft.models.lora import apply_adapter
 from mlxft.models.resolve import resolve
 from mlxft.segmented.gradients import Gradient
@@ -112,7 +112,7 @@ class _Run:
         return train_rows, valid_rows
 
     def _load_model(self) -> DecoderView:
-        model, _ = load(str(self.folder), dtype=self.config.model.dtype, tokenizer_required=False)
+        model, _ = load_model(self.folder, self.config.model.dtype)
         made = view(model)
         self.report = apply_adapter(model, self.config.adapter, self.config.trainer.seed)
         log.info("%s", self.report)

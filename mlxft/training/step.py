@@ -47,6 +47,7 @@ class Stepper:
     has_dropout: bool
     multiple: int = 1
     should_stop: Callable[[], bool] = lambda: False
+    _update: Optional[Callable] = None
 
     def window(self, batches: Sequence[Batch], step: int) -> Optional[WindowGradient]:
         """Returns the gradients of the window, or None when asked to stop before its end."""
@@ -59,13 +60,12 @@ class Stepper:
             inputs, layout = self.objective.inputs(batch, counts, self.multiple)
             if self.has_dropout:
                 inputs["dropout_key"] = mx.array(dropout_key_data(self.seed, step, micro))
-            loss, metrics, gradients = self.gradient(params, inputs, layout)
-            part = (loss, metrics, gradients)
+            part = self.gradient(params, inputs, layout)
             total = part if total is None else tree_map(mx.add, total, part)
-            # Loss and gradients in one evaluation: separately, the forward is held or run twice.
-            mx.eval(total)
+            norm = self._norm(total[2])
+            # All in one evaluation: separately, the forward would be held or run twice.
+            mx.eval(total, norm)
         loss, metrics, gradients = total
-        norm = global_norm(gradients)
         return WindowGradient(
             loss=loss.item(),
             grad_norm=norm.item(),
@@ -86,9 +86,29 @@ class Stepper:
         """Clips the window's gradients and updates the model with them."""
         model = self.gradient.view.model
         self.optimizer.learning_rate = learning_rate
-        gradients = clip(window.gradients, mx.array(window.grad_norm), self.clip_norm)
-        self.optimizer.update(model, gradients)
+        if self._update is None:
+            self._update = self._make_update()
+        model.update(self._update(model.trainable_parameters(), window.gradients, mx.array(window.grad_norm)))
         updated = (model.trainable_parameters(), self.optimizer.state)
         if self.gradient.observe:
             self.gradient.observe("optimiser", updated)
         mx.eval(updated)
+
+    def _make_update(self) -> Callable:
+        """Returns update(params, gradients, norm) -> params; made late, after a resume's state is in place."""
+
+        def update(params, gradients, norm):
+            return self.optimizer.apply_gradients(clip(gradients, norm, self.clip_norm), params)
+
+        if not self.gradient.compiled:
+            return update
+        state = [self.optimizer.state]
+        return mx.compile(update, inputs=state, outputs=state)
+
+    @property
+    def _norm(self) -> Callable:
+        return _compiled_norm if self.gradient.compiled else global_norm
+
+
+# Thousands of small kernels for hundreds of adapter arrays become a few.
+_compiled_norm = mx.compile(global_norm)
