@@ -1,0 +1,128 @@
+"""Rows put into one forward: which tokens stand where, and where each row's positions are found again.
+
+A group is a prompt with the branches that continue it; a plain row is a group of one branch without a
+prompt. Every layout forwards the same logical rows, prompt + branch, one for each branch in order:
+
+    padded          a row of the array each, padded at the end
+    packed          end to end in one row of the array, each a piece of its own
+    prefix_shared   end to end, each group's prompt once, its branches after it
+
+`places` maps each logical position to where its hidden state comes out, so that objectives are written
+once. The last token of a row is a target only and is not forwarded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxft.layouts.pieces import Layout, Piece, padded
+
+LAYOUTS = ("padded", "packed", "prefix_shared")
+
+_PAD_ID = 0  # padding is never a target and no real token sees it: any id of the vocabulary does
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt (P,) int32 shared by branches (C,) int32 of one token or more; P may be 0 for one branch."""
+
+    prompt: np.ndarray
+    branches: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Groups in one forward.
+
+    tokens: (B, T) int32. layout: its pieces. places: for each logical row the flat positions (L - 1,)
+    in (B * T) whose hidden states predict the row's tokens 1 to L - 1.
+    """
+
+    tokens: np.ndarray
+    layout: Layout
+    places: tuple[np.ndarray, ...]
+
+    @property
+    def num_positions(self) -> int:
+        return self.tokens.size
+
+
+@dataclass(frozen=True)
+class Arranger:
+    """Arranges groups in the layout of that name. multiple: the length T is rounded up to one of it."""
+
+    layout: str = "padded"
+    multiple: int = 1
+
+    def __call__(self, groups: Sequence[Group]) -> Arrangement:
+        return {"padded": _padded, "packed": _packed, "prefix_shared": _prefix_shared}[self.layout](
+            groups, self.multiple
+        )
+
+
+def _padded(groups: Sequence[Group], multiple: int) -> Arrangement:
+    rows = _rows(groups)
+    length = _rounded(max(len(row) - 1 for row in rows), multiple)
+    tokens = np.full((len(rows), length), _PAD_ID, np.int32)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row) - 1] = row[:-1]
+    places = tuple(place * length + np.arange(len(row) - 1) for place, row in enumerate(rows))
+    return Arrangement(tokens, padded(length), places)
+
+
+def _packed(groups: Sequence[Group], multiple: int) -> Arrangement:
+    line = _Line()
+    for row in _rows(groups):
+        line.places.append(line.add(row[:-1], position=0, sees=()))
+    return line.arrangement(multiple)
+
+
+def _prefix_shared(groups: Sequence[Group], multiple: int) -> Arrangement:
+    line = _Line()
+    for group in groups:
+        num_prompt = len(group.prompt)
+        first, *others = group.branches
+        own = line.add(np.concatenate([group.prompt, first[:-1]]), position=0, sees=())
+        line.places.append(own)
+        prompt = own[:num_prompt]
+        for branch in others:
+            rest = line.add(branch[:-1], position=num_prompt, sees=(prompt,))
+            line.places.append(np.concatenate([prompt, rest]))
+    return line.arrangement(multiple)
+
+
+def _rows(groups: Sequence[Group]) -> list[np.ndarray]:
+    return [np.concatenate([group.prompt, branch]) for group in groups for branch in group.branches]
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-max(length, 1) // multiple) * multiple
+
+
+class _Line:
+    """One row of the array, filled piece by piece."""
+
+    def __init__(self):
+        self.tokens: list[np.ndarray] = []
+        self.pieces: list[Piece] = []
+        self.places: list[np.ndarray] = []
+        self.length = 0
+
+    def add(self, tokens: np.ndarray, position: int, sees: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Appends a piece that sees the runs of places `sees`, then itself; returns its places."""
+        start, stop = self.length, self.length + len(tokens)
+        if len(tokens):  # a branch of one token is predicted by its prompt and forwards nothing
+            runs = tuple((int(run[0]), int(run[-1]) + 1) for run in sees if len(run))
+            self.pieces.append(Piece(start, stop, (*runs, (start, stop)), position))
+            self.tokens.append(tokens)
+            self.length = stop
+        return np.arange(start, stop)
+
+    def arrangement(self, multiple: int) -> Arrangement:
+        """Returns what was added; what is missing to a multiple becomes a piece that nobody reads."""
+        extra = _rounded(self.length, multiple) - self.length
+        if extra:
+            self.add(np.full(extra, _PAD_ID, np.int32), position=0, sees=())
+        tokens = np.concatenate(self.tokens).astype(np.int32)[None]
+        return Arrangement(tokens, Layout(self.length, tuple(self.pieces)), tuple(self.places))
