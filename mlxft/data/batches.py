@@ -1,10 +1,9 @@
-"""Which rows go together in a micro-batch, epoch by epoch, and rows padded to one length."""
+"""Which rows go together in a micro-batch, epoch by epoch."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from mlxft.data.example import Batch, Example
 from mlxft.errors import InputError
 
 _ORDER_STREAM = 1  # keeps this generator apart from others made of the same seed
@@ -61,23 +60,6 @@ class BatchOrder:
         if self._shuffle:  # the longest rows may meet
             return np.argsort(-self._lengths, kind="stable")[: self._batch_size].tolist()
         return max(self.epoch(0), key=lambda rows: len(rows) * int(self._lengths[rows].max()))
-
-
-def collate(examples: Sequence[Example], pad_id: int, multiple: int = 1) -> Batch:
-    """Returns the rows side by side, padded at the end to the longest.
-
-    multiple: the forwarded positions (T - 1) are rounded up to a multiple of it. Padding is never a
-    target and comes after every real token, so no loss or gradient depends on `pad_id`.
-    """
-    lengths = np.array([len(example.tokens) for example in examples], dtype=np.int32)
-    positions = max(int(lengths.max()) - 1, 1)
-    width = 1 + -(-positions // multiple) * multiple
-    tokens = np.full((len(examples), width), pad_id, dtype=np.int32)
-    mask = np.zeros((len(examples), width), dtype=bool)
-    for place, example in enumerate(examples):
-        tokens[place, : len(example.tokens)] = example.tokens
-        mask[place, : len(example.tokens)] = example.mask
-    return Batch(tokens, mask, lengths)
 
 
 def _cut(rows: np.ndarray, size: int) -> list[list[int]]:

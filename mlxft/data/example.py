@@ -1,4 +1,4 @@
-"""One training row as tokens with a mask, and a batch of them; plain numpy, no model needed."""
+"""One training row as tokens with a mask; plain numpy, no model needed."""
 
 from dataclasses import dataclass
 
@@ -20,24 +20,3 @@ class Example:
     @property
     def num_supervised(self) -> int:
         return int(self.mask[1:].sum())
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows side by side, padded at the end.
-
-    tokens: (B, T) int32. mask: (B, T) bool as in `Example`, false on padding. lengths: (B,) int32,
-    the rows' own lengths. The forward sees T - 1 positions: the last token only is a target.
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def num_supervised(self) -> int:
-        return int(self.mask[:, 1:].sum())
-
-    @property
-    def num_positions(self) -> int:
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config, DataConfig
-from mlxft.data.example import Batch, Example
+from mlxft.data.example import Example
 from mlxft.data.formats import find_format
 from mlxft.data.load import load_examples
 from mlxft.data.sources import read_rows
@@ -21,17 +21,16 @@ from mlxft.errors import EXIT_DONE, GuardStop
 from mlxft.evaluation import text_windows
 from mlxft.evaluation.adapted import load_adapted
 from mlxft.layouts.cache import TrainingCache
-from mlxft.losses import linear_logps
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.segmented.gradients import hidden_states, trained_head
-from mlxft.training.objectives import HeadPlan, Sft
+from mlxft.training import objectives
+from mlxft.training.objectives import Sft, target_logps
 from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")
 
-_PAD_ID = 0  # padding is never a target and no real token sees it: any id of the vocabulary does
 _HIGHEST_LOSS = 600.0  # of what exp and its standard error have numbers for
 
 
@@ -53,10 +52,8 @@ class Evaluation:
     seconds: float
 
 
-def evaluate(decoder: DecoderView, batches: Iterable[Batch], head: HeadPlan, multiple: int = 1) -> Evaluation:
+def evaluate(decoder: DecoderView, batches: Iterable[Sequence[Example]], objective: Sft) -> Evaluation:
     """Returns what the model makes of the batches; logits exist for one chunk of the head at a time.
-
-    multiple: what numbers of targets are rounded up to.
 
     Raises: GuardStop where the loss is not finite.
     """
@@ -64,19 +61,18 @@ def evaluate(decoder: DecoderView, batches: Iterable[Batch], head: HeadPlan, mul
     losses, rows = [], 0
     with decoder.active():
         for batch in batches:
-            rows += len(batch.lengths)
-            losses.append(token_losses(decoder, batch, head, multiple))
+            rows += len(batch)
+            losses.append(token_losses(decoder, batch, objective))
     return _summed_up(np.concatenate(losses), rows, time.perf_counter() - began)
 
 
-def token_losses(decoder: DecoderView, batch: Batch, head: HeadPlan, multiple: int = 1) -> np.ndarray:
+def token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft) -> np.ndarray:
     """Returns -log p (M,) float64 of the batch's supervised tokens, row by row."""
-    inputs, layout = Sft(head).inputs(batch, {"tokens": batch.num_supervised}, multiple)
-    hidden = hidden_states(decoder, inputs["tokens"], TrainingCache(layout))
-    hidden = hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
-    chunk = head.chunk_for(hidden.shape[0])
-    logps = linear_logps(hidden, trained_head(decoder), inputs["targets"], chunk)
-    return -np.array(logps, dtype=np.float64)[: batch.num_supervised]
+    counts = objective.counts(batch)
+    prepared = objective.prepare(batch, counts)
+    hidden = hidden_states(decoder, prepared.inputs["tokens"], TrainingCache(prepared.layout))
+    logps = target_logps(objective.head, trained_head(decoder), hidden, prepared.inputs)
+    return -np.array(logps, dtype=np.float64)[: counts["tokens"]]
 
 
 def _summed_up(losses: np.ndarray, rows: int, seconds: float) -> Evaluation:
@@ -159,9 +155,9 @@ def evaluate_config(config: Config) -> Report:
     # Rows come first: what is wrong with them is said before a large model is read.
     examples, num_rows = _load_rows(source, config.data, folder)
     made = view(load_adapted(config, folder))
-    batches = fixed_batches(examples, config.data.batch_size, _PAD_ID, shape_multiple())
-    head = HeadPlan(config.head.kind, config.head.chunk)
-    evaluation = evaluate(made, _with_progress(batches), head, shape_multiple())
+    batches = fixed_batches(examples, config.data.batch_size)
+    objective = objectives.build(config, shape_multiple())
+    evaluation = evaluate(made, _with_progress(batches), objective)
     adapter = config.adapter.init_from
     return Report(evaluation, num_rows, len(examples), config.model.path, adapter, source)
 
@@ -181,7 +177,7 @@ def _load_rows(source: Any, cfg: DataConfig, folder: Path) -> tuple[list[Example
     return windows, len(examples)
 
 
-def _with_progress(batches: Sequence[Batch]) -> Iterable[Batch]:
+def _with_progress(batches: Sequence[Sequence[Example]]) -> Iterable[Sequence[Example]]:
     """Returns the batches; on a terminal, a bar on stderr follows them."""
     from rich.console import Console
     from rich.progress import track

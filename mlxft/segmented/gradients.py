@@ -74,7 +74,8 @@ class Gradient:
 
     def _program(self, inputs: dict[str, mx.array], layout: Layout) -> Callable:
         # Everything that tracing reads from Python is in the key; weights and keys are inputs.
-        if not self.compiled:
+        # Pieces change almost every step: a program for each would cost more than it saves.
+        if not self.compiled or not layout.is_plain:
             return self._differentiated(layout)
         shapes = tuple((name, tuple(array.shape)) for name, array in sorted(inputs.items()))
         key = (layout, shapes)

@@ -147,8 +147,8 @@ class Loop:
         if self.progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
             return
         raise GuardStop(
-            f"stopped: the gradients of steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were not finite. None of "
-            f"them was applied and the checkpoints in {self.store.root} are intact. A lower optimizer.lr, "
+            f"stopped: the gradients of steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were not finite. "
+            f"None of them was applied and the checkpoints in {self.store.root} are intact. A lower optimizer.lr, "
             "trainer.clip_norm above 0 or model.dtype=float32 may help; look at the rows of these steps too"
         )
 

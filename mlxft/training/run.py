@@ -77,7 +77,6 @@ class _Run:
         self.plain = plain
         self.start = start
         self.run_dir = start.run_dir
-        self.multiple = shape_multiple()
 
     def train(self) -> RunResult:
         train_rows, valid_rows = self._load_rows()
@@ -121,12 +120,7 @@ class _Run:
     def _windows(self, rows: Sequence[Example]) -> Windows:
         data, trainer = self.config.data, self.config.trainer
         order = BatchOrder([len(row.tokens) for row in rows], data.batch_size, data.shuffle, trainer.seed)
-        return Windows(rows, order, trainer.accumulate, self._pad_id, self.multiple)
-
-    @property
-    def _pad_id(self) -> int:
-        """Padding is never a target and no real token sees it: any id of the vocabulary does."""
-        return 0
+        return Windows(rows, order, trainer.accumulate)
 
     def _loop(
         self,
@@ -138,7 +132,7 @@ class _Run:
         valid_rows: Sequence[Example],
     ) -> Loop:
         trainer = self.config.trainer
-        objective = objectives.build(self.config)
+        objective = objectives.build(self.config, shape_multiple())
         stepper = Stepper(
             objective,
             self._gradient(made, objective),
@@ -146,14 +140,13 @@ class _Run:
             trainer.clip_norm,
             trainer.seed,
             self.config.adapter.dropout > 0,
-            self.multiple,
             should_stop=stop,
         )
         stepper.optimizer.init(made.model.trainable_parameters())
         check = None
         if valid_rows:
-            batches = fixed_batches(valid_rows, self.config.data.batch_size, self._pad_id, self.multiple)
-            check = lambda: validate(made, objective, batches, self.multiple)  # noqa: E731
+            batches = fixed_batches(valid_rows, self.config.data.batch_size)
+            check = lambda: validate(made, objective, batches)  # noqa: E731
         return Loop(
             self.config,
             stepper,

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from mlxft.data.example import Batch
+from mlxft.data.example import Example
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives import Sft
 from mlxft.training.optimizer import clip, global_norm
@@ -35,8 +35,8 @@ class WindowGradient:
 class Stepper:
     """Computes and applies optimiser steps.
 
-    multiple: what numbers of targets are rounded up to. should_stop: asked between micro-batches; a
-    window that is left this way has changed nothing and is run again from its start.
+    should_stop: asked between micro-batches; a window that is left this way has changed nothing and is
+    run again from its start.
     """
 
     objective: Sft
@@ -45,22 +45,23 @@ class Stepper:
     clip_norm: float
     seed: int
     has_dropout: bool
-    multiple: int = 1
     should_stop: Callable[[], bool] = lambda: False
     _update: Optional[Callable] = None
 
-    def window(self, batches: Sequence[Batch], step: int) -> Optional[WindowGradient]:
+    def window(self, batches: Sequence[Sequence[Example]], step: int) -> Optional[WindowGradient]:
         """Returns the gradients of the window, or None when asked to stop before its end."""
         params = self.gradient.view.model.trainable_parameters()
         counts = self._counts(batches)
-        total = None
+        total, positions = None, 0
         for micro, batch in enumerate(batches):
             if self.should_stop():
                 return None
-            inputs, layout = self.objective.inputs(batch, counts, self.multiple)
+            prepared = self.objective.prepare(batch, counts)
+            positions += prepared.num_positions
+            inputs = prepared.inputs
             if self.has_dropout:
                 inputs["dropout_key"] = mx.array(dropout_key_data(self.seed, step, micro))
-            part = self.gradient(params, inputs, layout)
+            part = self.gradient(params, inputs, prepared.layout)
             total = part if total is None else tree_map(mx.add, total, part)
             norm = self._norm(total[2])
             # All in one evaluation: separately, the forward would be held or run twice.
@@ -71,11 +72,11 @@ class Stepper:
             grad_norm=norm.item(),
             gradients=gradients,
             tokens=counts["tokens"],
-            positions=sum(batch.num_positions for batch in batches),
+            positions=positions,
             metrics={name: value.item() for name, value in metrics.items()},
         )
 
-    def _counts(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def _counts(self, batches: Sequence[Sequence[Example]]) -> dict[str, int]:
         totals: dict[str, int] = {}
         for batch in batches:
             for name, count in self.objective.counts(batch).items():
@@ -95,7 +96,7 @@ class Stepper:
         mx.eval(updated)
 
     def _make_update(self) -> Callable:
-        """Returns update(params, gradients, norm) -> params; made late, after a resume's state is in place."""
+        """Returns update(params, gradients, norm) -> params; made late, after a resume."""
 
         def update(params, gradients, norm):
             return self.optimizer.apply_gradients(clip(gradients, norm, self.clip_norm), params)

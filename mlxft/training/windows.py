@@ -6,8 +6,8 @@ from typing import Optional, Sequence
 
 import numpy as np
 
-from mlxft.data.batches import BatchOrder, collate
-from mlxft.data.example import Batch, Example
+from mlxft.data.batches import BatchOrder
+from mlxft.data.example import Example
 
 _DROPOUT_STREAM = 2  # tells dropout's random numbers from those of the row order
 
@@ -16,24 +16,22 @@ _DROPOUT_STREAM = 2  # tells dropout's random numbers from those of the row orde
 class Windows:
     """Rows in micro-batches, micro-batches in accumulation windows, one window an optimiser step.
 
-    The last window of an epoch may hold fewer micro-batches. multiple: see `collate`.
+    The last window of an epoch may hold fewer micro-batches.
     """
 
     examples: Sequence[Example]
     order: BatchOrder
     accumulate: int
-    pad_id: int
-    multiple: int = 1
 
     @property
     def per_epoch(self) -> int:
         return math.ceil(self.order.num_batches / self.accumulate)
 
-    def at(self, step: int) -> list[Batch]:
+    def at(self, step: int) -> list[list[Example]]:
         """Returns the micro-batches of the optimiser step `step`, counted from 0 over all epochs."""
         epoch, window = divmod(step, self.per_epoch)
         rows = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
-        return [collate([self.examples[i] for i in batch], self.pad_id, self.multiple) for batch in rows]
+        return [[self.examples[i] for i in batch] for batch in rows]
 
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
         """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlxft.data.batches import BatchOrder, collate
+from mlxft.data.batches import BatchOrder
 from mlxft.data.example import Example
 from mlxft.errors import InputError
 
@@ -90,31 +90,3 @@ def test_nonsense_is_refused():
         BatchOrder([1], 1, True, -1)
     with pytest.raises(InputError, match="no rows"):
         BatchOrder([], 1, True, 0)
-
-
-def test_rows_are_padded_at_the_end_and_padding_is_no_target():
-    batch = collate([example(5, 6, 7, 8), example(*range(1, 11), mask=[0] + [1] * 9)], pad_id=0)
-    assert batch.tokens.shape == (2, 10)
-    assert batch.tokens[0].tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0, 0]
-    assert batch.lengths.tolist() == [4, 10]
-    assert batch.mask[0].tolist() == [True] * 4 + [False] * 6
-    assert batch.num_supervised == 3 + 9
-    assert (batch.tokens.dtype, batch.mask.dtype, batch.lengths.dtype) == (np.int32, bool, np.int32)
-
-
-def test_the_pad_id_changes_only_what_is_padding():
-    rows = [example(5, 6, 7, 8), example(*range(1, 11))]
-    zero, seven = collate(rows, 0), collate(rows, 7)
-    assert np.array_equal(zero.mask, seven.mask)
-    real = np.arange(10) < zero.lengths[:, None]
-    assert np.array_equal(zero.tokens[real], seven.tokens[real])
-    assert not zero.mask[~real].any()
-
-
-@pytest.mark.parametrize(
-    "length, multiple, positions", [(10, 1, 9), (10, 4, 12), (9, 8, 8), (10, 8, 16), (2, 128, 128), (1, 1, 1)]
-)
-def test_forwarded_positions_are_a_multiple(length, multiple, positions):
-    batch = collate([example(*range(length))], pad_id=0, multiple=multiple)
-    assert batch.num_positions == positions
-    assert batch.num_supervised == length - 1

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from mlxft.config import compose
-from mlxft.data.batches import collate
 from mlxft.data.example import Example
 from mlxft.errors import GuardStop
 from mlxft.evaluation.perplexity import evaluate, evaluate_config
+from mlxft.layouts.arrange import Arranger
 from mlxft.models import load
 from mlxft.models.adapters import load_adapter
 from mlxft.models.decoder import view
-from mlxft.training.objectives import HeadPlan
+from mlxft.training.objectives import HeadPlan, Sft
 from mlxft.training.validation import fixed_batches
 from tests.evaluation.made import ROOT, make_adapter, merged, mlxft
 from tests.runs import write_rows, write_token_rows
@@ -75,7 +75,7 @@ def configured(folder, data, *overrides):
 def test_loss_and_errors_are_those_of_the_models_own_logits(family, batch_size, rows, tmp_path):
     model, _ = load(str(make_model(tmp_path, family)))
     loss, error, tokens = expected(model, rows)
-    made = evaluate(view(model), fixed_batches(list(examples(rows)), batch_size, pad_id=0), HeadPlan())
+    made = evaluate(view(model), fixed_batches(list(examples(rows)), batch_size), Sft())
     assert made.loss == pytest.approx(loss, rel=EXACT)
     assert made.loss_stderr == pytest.approx(error, rel=10 * EXACT)
     assert made.perplexity == pytest.approx(math.exp(loss), rel=10 * EXACT)
@@ -85,8 +85,10 @@ def test_loss_and_errors_are_those_of_the_models_own_logits(family, batch_size, 
 
 def test_a_chunked_head_gives_the_same_evaluation(folder, rows):
     decoder = view(load(str(folder))[0])
-    batches = fixed_batches(list(examples(rows)), 2, pad_id=0)
-    full, chunked = (evaluate(decoder, batches, plan) for plan in (HeadPlan("full"), HeadPlan("chunked", 3)))
+    batches = fixed_batches(list(examples(rows)), 2)
+    full, chunked = (
+        evaluate(decoder, batches, Sft(plan)) for plan in (HeadPlan("full"), HeadPlan("chunked", 3))
+    )
     assert chunked.loss == pytest.approx(full.loss, rel=EXACT)
     assert chunked.loss_stderr == pytest.approx(full.loss_stderr, rel=10 * EXACT)
 
@@ -94,7 +96,7 @@ def test_a_chunked_head_gives_the_same_evaluation(folder, rows):
 def test_rounding_shapes_up_does_not_change_the_evaluation(folder, rows):
     decoder = view(load(str(folder))[0])
     plain, rounded = (
-        evaluate(decoder, fixed_batches(list(examples(rows)), 2, 0, multiple), HeadPlan(), multiple)
+        evaluate(decoder, fixed_batches(list(examples(rows)), 2), Sft(arranger=Arranger("padded", multiple)))
         for multiple in (1, 16)
     )
     assert (rounded.tokens, rounded.rows) == (plain.tokens, plain.rows)
@@ -104,7 +106,7 @@ def test_rounding_shapes_up_does_not_change_the_evaluation(folder, rows):
 def test_one_token_has_a_loss_and_no_standard_error(folder):
     model, _ = load(str(folder))
     example = Example(np.array([5, 6], dtype=np.int32), np.array([False, True]), "rows.jsonl:1")
-    made = evaluate(view(model), [collate([example], pad_id=0)], HeadPlan())
+    made = evaluate(view(model), [[example]], Sft())
     assert made.loss == pytest.approx(losses_of(model, example.tokens)[0], rel=EXACT)
     assert (made.loss_stderr, made.perplexity_stderr) == (None, None)
 
@@ -114,7 +116,7 @@ def test_a_loss_that_is_not_finite_is_no_result(folder, rows):
     row = next(examples(rows))
     decoder.decoder.embed_tokens.weight[row.tokens[0].item()] = math.nan
     with pytest.raises(GuardStop, match="loss is not finite: 6 of 6 tokens"):
-        evaluate(decoder, [collate([row], pad_id=0)], HeadPlan())
+        evaluate(decoder, [[row]], Sft())
 
 
 def test_an_adapter_gives_the_loss_of_its_update_in_the_weights(folder, rows, adapter):

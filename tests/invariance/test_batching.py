@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from mlxft.data.batches import collate
 
 from mlxft.config.schema import AdapterConfig
-from mlxft.data.example import Batch, Example
+from mlxft.data.example import Example
+from mlxft.layouts.arrange import Arranger, Group
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
@@ -52,17 +52,18 @@ def rows(lengths=(9, 23, 14, 3)) -> list[Example]:
     ]
 
 
-def window(made, batches, kind="whole", head=HeadPlan("full"), compiled=False, key=None, multiple=1):
+def window(made, batches, kind="whole", head=None, compiled=False, key=None, arranger=None):
     """Loss and gradients of one window, added up over its micro-batches."""
-    objective = Sft(head)
+    objective = Sft(head or HeadPlan("full"), arranger or Arranger())
     gradient = Gradient(made, objective, kind, compiled)
-    counts = {"tokens": sum(batch.num_supervised for batch in batches)}
+    counts = {"tokens": sum(objective.counts(batch)["tokens"] for batch in batches)}
     loss, total = 0.0, {}
     for batch in batches:
-        inputs, layout = objective.inputs(batch, counts, multiple)
+        prepared = objective.prepare(batch, counts)
+        inputs = dict(prepared.inputs)
         if key is not None:
             inputs["dropout_key"] = mx.random.key(key)
-        part, _, gradients = gradient(made.model.trainable_parameters(), inputs, layout)
+        part, _, gradients = gradient(made.model.trainable_parameters(), inputs, prepared.layout)
         loss += part.item()
         for name, array in tree_flatten(gradients):
             total[name] = total.get(name, 0) + np.array(array)
@@ -78,34 +79,42 @@ def difference(one, other) -> float:
 
 
 def alone(made, **how):
-    return window(made, [collate([row], pad_id=0) for row in rows()], **how)
+    return window(made, [[row] for row in rows()], **how)
 
 
 def test_padding_does_not_change_the_loss_or_gradients(made):
-    assert difference(alone(made), window(made, [collate(rows(), pad_id=0)])) < CLOSE * SLACK
+    assert difference(alone(made), window(made, [rows()])) < CLOSE * SLACK
 
 
 @pytest.mark.parametrize("pad_id", [0, 7])
-def test_neither_the_padding_token_nor_its_width_matters(made, pad_id):
-    wide = collate(rows(), pad_id=pad_id, multiple=32)
-    assert wide.tokens.shape[1] == 33
-    assert difference(alone(made), window(made, [wide], multiple=16)) < CLOSE * SLACK
+def test_neither_the_padding_token_nor_its_width_matters(made, pad_id, monkeypatch):
+    monkeypatch.setattr("mlxft.layouts.arrange._PAD_ID", pad_id)
+    wide = Arranger("padded", 32)
+    assert wide([Group(np.zeros(0, np.int32), (rows()[0].tokens,))]).tokens[0, -1] == pad_id
+    assert difference(alone(made), window(made, [rows()], arranger=wide)) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_packed_rows_give_the_sum_of_each_alone(made, multiple):
+    """Rows see only themselves and start at position 0, also with windows shorter than they are."""
+    packed = window(made, [rows()], arranger=Arranger("packed", multiple))
+    assert difference(alone(made), packed) < CLOSE * SLACK
 
 
 def test_two_micro_batches_of_two_equal_one_of_four(made):
     short, long = rows()[:2], rows()[2:]
-    halves = [collate(short, pad_id=0), collate(long, pad_id=0)]
-    assert difference(window(made, [collate(rows(), pad_id=0)]), window(made, halves)) < CLOSE * SLACK
+    halves = [short, long]
+    assert difference(window(made, [rows()]), window(made, halves)) < CLOSE * SLACK
 
 
 def test_checkpointing_changes_nothing(made):
-    batch = [collate(rows(), pad_id=0)]
+    batch = [rows()]
     assert difference(window(made, batch), window(made, batch, kind="checkpoint")) < CLOSE * SLACK
 
 
 def test_checkpointing_replays_the_dropout_masks(made):
     """With a mask drawn anew in the recompute, gradients are off by more than their size."""
-    batch = [collate(rows(), pad_id=0)]
+    batch = [rows()]
     dropped = window(made, batch, key=11)
     assert difference(dropped, window(made, batch, kind="checkpoint", key=11)) < CLOSE * SLACK
     assert difference(dropped, window(made, batch, key=12)) > 0.05
@@ -113,25 +122,26 @@ def test_checkpointing_replays_the_dropout_masks(made):
 
 
 def test_a_chunked_head_changes_nothing(made):
-    batch = [collate(rows(), pad_id=0)]
+    batch = [rows()]
     assert difference(window(made, batch), window(made, batch, head=HeadPlan("chunked", 5))) < CLOSE * SLACK
 
 
 @pytest.mark.parametrize("kind", ["whole", "checkpoint"])
 def test_compiling_changes_nothing(made, kind):
-    batches = [collate(rows(), pad_id=0)]
+    batches = [rows()]
     plain = window(made, batches, kind=kind, key=4)
     assert difference(plain, window(made, batches, kind=kind, key=4, compiled=True)) < CLOSE * SLACK
 
 
 def test_a_compiled_step_sees_new_weights_keys_and_rows(made):
     """Whatever changes between steps must be an input of the program, not baked into it."""
-    objective = Sft(HeadPlan("full"))
+    objective = Sft(HeadPlan("full"), Arranger("padded", 32))
     compiled, plain = (Gradient(made, objective, "whole", compiled=c) for c in (True, False))
     params = made.model.trainable_parameters()
     for step in range(3):
-        batch = collate([rows((9, 12))[0], rows((11 - step, 9))[1]], pad_id=0)
-        inputs, layout = objective.inputs(batch, {"tokens": batch.num_supervised + step}, 32)
+        batch = [rows((9, 12))[0], rows((11 - step, 9))[1]]
+        prepared = objective.prepare(batch, {"tokens": objective.counts(batch)["tokens"] + step})
+        inputs, layout = dict(prepared.inputs), prepared.layout
         inputs["dropout_key"] = mx.random.key(step)
         loss, _, gradients = compiled(params, inputs, layout)
         expected, _, expected_gradients = plain(params, inputs, layout)
@@ -145,7 +155,7 @@ def test_a_compiled_step_sees_new_weights_keys_and_rows(made):
 
 
 def test_a_window_of_masked_rows_has_no_loss_and_no_gradient(made):
-    masked = [Batch(b.tokens, np.zeros_like(b.mask), b.lengths) for b in [collate(rows(), pad_id=0)]]
+    masked = [[Example(row.tokens, np.zeros_like(row.mask), row.where) for row in rows()]]
     loss, gradients = window(made, masked)
     assert loss == 0.0
     assert all(np.abs(array).max() == 0.0 for array in gradients.values())

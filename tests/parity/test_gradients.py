@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxft.config.schema import AdapterConfig
-from mlxft.data.example import Batch
+from mlxft.data.example import Example
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
@@ -24,23 +24,25 @@ def reference() -> dict[str, np.ndarray]:
     return dict(np.load(HERE / "lora_llama_untied.npz"))
 
 
-def sft_batch(data) -> Batch:
-    lengths = data["sft.attention_mask"].sum(1)
-    return Batch(data["sft.input_ids"].astype(np.int32), data["sft.completion_mask"].astype(bool), lengths)
+def sft_rows(data) -> list[Example]:
+    rows = zip(
+        data["sft.input_ids"], data["sft.completion_mask"], data["sft.attention_mask"].sum(1), strict=True
+    )
+    return [Example(ids[:n].astype(np.int32), mask[:n].astype(bool), "") for ids, mask, n in rows]
 
 
-def loss_and_gradients(adapter: AdapterConfig, kind: str, chunk: int, batches: list[Batch]):
+def loss_and_gradients(adapter: AdapterConfig, kind: str, chunk: int, batches: list[list[Example]]):
     """Sums over the micro-batches of one window, as the loop makes them."""
     model, _ = load(str(MODEL), dtype="float32", tokenizer_required=False)
     made = view(model)
     apply_adapter(model, adapter, seed=0)
     objective = Sft(HeadPlan("chunked", chunk))
     gradient = Gradient(made, objective, kind)
-    counts = {"tokens": sum(batch.num_supervised for batch in batches)}
+    counts = {"tokens": sum(objective.counts(batch)["tokens"] for batch in batches)}
     loss, gradients = 0.0, {}
     for batch in batches:
-        inputs, layout = objective.inputs(batch, counts)
-        part, _, tree = gradient(model.trainable_parameters(), inputs, layout)
+        prepared = objective.prepare(batch, counts)
+        part, _, tree = gradient(model.trainable_parameters(), prepared.inputs, prepared.layout)
         loss += part.item()
         for name, array in tree_flatten(tree):
             gradients[name] = gradients.get(name, 0.0) + np.array(array)
@@ -68,7 +70,7 @@ def lora_name(name: str) -> tuple[str, bool]:
 def test_lora_gradients_equal_peft(kind, chunk):
     data = reference()
     adapter = AdapterConfig(init_from=str(MODEL / "adapter"))
-    loss, gradients = loss_and_gradients(adapter, kind, chunk, [sft_batch(data)])
+    loss, gradients = loss_and_gradients(adapter, kind, chunk, [sft_rows(data)])
     assert loss == pytest.approx(float(data["sft.loss"]), rel=5e-6 * SLACK)
     compare(gradients, data, "sft.grad.", lora_name)
 
@@ -76,7 +78,7 @@ def test_lora_gradients_equal_peft(kind, chunk):
 @pytest.mark.parametrize("kind", ["whole", "checkpoint"])
 def test_full_gradients_equal_torch(kind):
     data = reference()
-    loss, gradients = loss_and_gradients(AdapterConfig(kind="full"), kind, 7, [sft_batch(data)])
+    loss, gradients = loss_and_gradients(AdapterConfig(kind="full"), kind, 7, [sft_rows(data)])
     assert loss == pytest.approx(float(data["full_sft.loss"]), rel=5e-6 * SLACK)
     compare(gradients, data, "full_sft.grad.", lambda name: (name, False))
 
@@ -84,13 +86,10 @@ def test_full_gradients_equal_torch(kind):
 def test_accumulation_weights_by_tokens_not_by_micro_batches():
     """Two micro-batches of 2 and 37 targets: the mean of their means is the usual bug."""
     data = reference()
-    batch = sft_batch(data)
+    rows = sft_rows(data)
     tokens = [int(n) for n in data["accum.tokens"]]
-    split = next(cut for cut in range(1, 4) if batch.mask[:cut, 1:].sum() == tokens[0])
-    parts = [
-        Batch(batch.tokens[rows], batch.mask[rows], batch.lengths[rows])
-        for rows in (slice(0, split), slice(split, 4))
-    ]
+    split = next(cut for cut in range(1, 4) if sum(row.num_supervised for row in rows[:cut]) == tokens[0])
+    parts = [rows[:split], rows[split:]]
     adapter = AdapterConfig(init_from=str(MODEL / "adapter"))
     loss, gradients = loss_and_gradients(adapter, "whole", 1000, parts)
     assert loss == pytest.approx(float(data["accum.token_weighted.loss"]), rel=5e-6 * SLACK)
