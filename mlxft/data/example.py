@@ -18,5 +18,9 @@ class Example:
     where: str
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
     def num_supervised(self) -> int:
         return int(self.mask[1:].sum())

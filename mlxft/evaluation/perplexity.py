@@ -26,7 +26,8 @@ from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.segmented.gradients import hidden_states, trained_head
 from mlxft.training import objectives
-from mlxft.training.objectives import Sft, target_logps
+from mlxft.training.objectives.common import target_logps
+from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")

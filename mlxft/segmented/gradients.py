@@ -28,7 +28,7 @@ _MAX_PROGRAMS = 64
 
 
 class Objective(Protocol):
-    """What a gradient needs of an objective (training/objectives.py has them)."""
+    """What a gradient needs of an objective (training/objectives has them)."""
 
     def loss(self, head: Head, hidden: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
         """Returns the weighted loss and metrics of hidden states (B, T, H)."""

@@ -8,9 +8,8 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from mlxft.data.example import Example
 from mlxft.segmented.gradients import Gradient
-from mlxft.training.objectives import Sft
+from mlxft.training.objectives.common import Objective, Row
 from mlxft.training.optimizer import clip, global_norm
 from mlxft.training.windows import dropout_key_data
 
@@ -39,7 +38,7 @@ class Stepper:
     run again from its start.
     """
 
-    objective: Sft
+    objective: Objective
     gradient: Gradient
     optimizer: optimizers.Optimizer
     clip_norm: float
@@ -48,10 +47,10 @@ class Stepper:
     should_stop: Callable[[], bool] = lambda: False
     _update: Optional[Callable] = None
 
-    def window(self, batches: Sequence[Sequence[Example]], step: int) -> Optional[WindowGradient]:
+    def window(self, batches: Sequence[Sequence[Row]], step: int) -> Optional[WindowGradient]:
         """Returns the gradients of the window, or None when asked to stop before its end."""
         params = self.gradient.view.model.trainable_parameters()
-        counts = self._counts(batches)
+        batches, counts = self.objective.begin(batches, self.gradient.view)
         total, positions = None, 0
         for micro, batch in enumerate(batches):
             if self.should_stop():
@@ -71,17 +70,10 @@ class Stepper:
             loss=loss.item(),
             grad_norm=norm.item(),
             gradients=gradients,
-            tokens=counts["tokens"],
+            tokens=int(counts["tokens"]),
             positions=positions,
             metrics={name: value.item() for name, value in metrics.items()},
         )
-
-    def _counts(self, batches: Sequence[Sequence[Example]]) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for batch in batches:
-            for name, count in self.objective.counts(batch).items():
-                totals[name] = totals.get(name, 0) + count
-        return totals
 
     def apply(self, window: WindowGradient, learning_rate: float) -> None:
         """Clips the window's gradients and updates the model with them."""

@@ -7,7 +7,7 @@ from typing import Optional, Sequence
 import numpy as np
 
 from mlxft.data.batches import BatchOrder
-from mlxft.data.example import Example
+from mlxft.training.objectives.common import Row
 
 _DROPOUT_STREAM = 2  # tells dropout's random numbers from those of the row order
 
@@ -19,7 +19,7 @@ class Windows:
     The last window of an epoch may hold fewer micro-batches.
     """
 
-    examples: Sequence[Example]
+    rows: Sequence[Row]
     order: BatchOrder
     accumulate: int
 
@@ -27,11 +27,11 @@ class Windows:
     def per_epoch(self) -> int:
         return math.ceil(self.order.num_batches / self.accumulate)
 
-    def at(self, step: int) -> list[list[Example]]:
+    def at(self, step: int) -> list[list[Row]]:
         """Returns the micro-batches of the optimiser step `step`, counted from 0 over all epochs."""
         epoch, window = divmod(step, self.per_epoch)
-        rows = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
-        return [[self.examples[i] for i in batch] for batch in rows]
+        batches = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
+        return [[self.rows[i] for i in batch] for batch in batches]
 
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
         """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""

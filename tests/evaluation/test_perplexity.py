@@ -19,7 +19,8 @@ from mlxft.layouts.arrange import Arranger
 from mlxft.models import load
 from mlxft.models.adapters import load_adapter
 from mlxft.models.decoder import view
-from mlxft.training.objectives import HeadPlan, Sft
+from mlxft.training.objectives.common import HeadPlan
+from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
 from tests.evaluation.made import ROOT, make_adapter, merged, mlxft
 from tests.runs import write_rows, write_token_rows

@@ -12,7 +12,8 @@ from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient
-from mlxft.training.objectives import HeadPlan, Sft
+from mlxft.training.objectives.common import HeadPlan
+from mlxft.training.objectives.sft import Sft
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 
 # float32, sums in another order: rounding of the largest entry.

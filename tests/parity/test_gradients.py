@@ -13,7 +13,8 @@ from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient
-from mlxft.training.objectives import HeadPlan, Sft
+from mlxft.training.objectives.common import HeadPlan
+from mlxft.training.objectives.sft import Sft
 
 HERE = Path(__file__).parent
 MODEL = HERE / "models" / "llama_untied"
