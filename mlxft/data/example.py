@@ -1,6 +1,7 @@
-"""One training row as tokens with a mask; plain numpy, no model needed."""
+"""One training row as tokens with masks; plain numpy, no model needed."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 
@@ -22,5 +23,79 @@ class Example:
         return len(self.tokens)
 
     @property
+    def length(self) -> int:
+        return self.num_tokens
+
+    @property
     def num_supervised(self) -> int:
         return int(self.mask[1:].sum())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, ready for training.
+
+    prompt: (P,) int32, at least one token, the same for both. chosen, rejected: (C,), (R,) int32, what
+    follows it in each. chosen_mask, rejected_mask: (C,), (R,) bool, true on the answer and its end token;
+    false on what is not the answer's, such as a newline that the template writes after it. where:
+    "file:line". ref_logps: the reference's summed log-probabilities of both, once they are known.
+    """
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+    chosen_mask: np.ndarray
+    rejected_mask: np.ndarray
+    where: str
+    ref_logps: Optional[tuple[float, float]] = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with the prompt counted once."""
+        return len(self.prompt) + len(self.chosen) + len(self.rejected)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt with the longer answer."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+    @property
+    def num_supervised(self) -> int:
+        return int(self.chosen_mask.sum() + self.rejected_mask.sum())
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether the answers are the same, so that there is nothing to prefer."""
+        return np.array_equal(self.chosen, self.rejected)
+
+
+@dataclass(frozen=True)
+class Unpaired:
+    """An answer that is wanted (label true) or not, ready for training.
+
+    prompt: (P,) int32, at least one token. completion: (C,) int32. completion_mask: (C,) bool, true on
+    the answer and its end token. where: "file:line". other, other_mask: another row's answer, which does
+    not belong to this prompt, for KTO's KL. ref_logps: the reference's summed log-probabilities of the
+    completion and of the other answer, once they are known.
+    """
+
+    prompt: np.ndarray
+    completion: np.ndarray
+    completion_mask: np.ndarray
+    label: bool
+    where: str
+    other: Optional[np.ndarray] = None
+    other_mask: Optional[np.ndarray] = None
+    ref_logps: Optional[tuple[float, float]] = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+    @property
+    def length(self) -> int:
+        return self.num_tokens
+
+    @property
+    def num_supervised(self) -> int:
+        return int(self.completion_mask.sum())
