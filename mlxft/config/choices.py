@@ -1,15 +1,30 @@
 """What the keys with a fixed choice may be, known without importing anything heavy."""
 
-OBJECTIVES = ("sft",)
-LAYOUTS = ("padded",)
+OBJECTIVES = ("sft", "dpo", "orpo", "cpo", "simpo", "kto")
+LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 GRADIENTS = ("auto", "whole", "checkpoint")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("auto", "messages", "completion", "text", "tokens")
+FORMATS = ("auto", "messages", "completion", "text", "preference", "unpaired", "tokens")
 TRUNCATIONS = ("prompt_left", "right", "drop", "error")
 TRAIN_ON = ("assistant", "last_assistant", "all")
 HEADS = ("auto", "full", "chunked")
 ADAPTERS = ("lora", "full")
 SCHEDULES = ("constant", "cosine", "linear")
+DPO_VARIANTS = ("sigmoid", "robust", "cdpo", "ipo", "hinge", "norm", "exo_pair", "apo_zero")
+SMOOTHED_VARIANTS = ("robust", "cdpo", "exo_pair")  # those that label_smoothing has a meaning for
+NLL_SCOPES = ("full", "response")
+REFERENCE_TIMES = ("once", "every_step")
+
+PAIR_OBJECTIVES = ("dpo", "orpo", "cpo", "simpo")
+# The keys of `loss` that each objective reads.
+LOSS_KEYS: dict[str, frozenset[str]] = {
+    "sft": frozenset(),
+    "dpo": frozenset({"beta", "variant", "label_smoothing", "nll_weight", "reference", "reference_scored"}),
+    "orpo": frozenset({"beta", "nll_scope"}),
+    "cpo": frozenset({"beta", "label_smoothing", "nll_weight"}),
+    "simpo": frozenset({"beta", "gamma", "nll_weight"}),
+    "kto": frozenset({"beta", "desirable_weight", "undesirable_weight", "reference", "reference_scored"}),
+}
 
 # MLX's optimisers by name, each with the settings of ours it has; the learning rate they all have.
 OPTIMIZERS: dict[str, frozenset[str]] = {

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxft.config.choices import OPTIMIZERS
+from mlxft.config.choices import LOSS_KEYS, OPTIMIZERS, PAIR_OBJECTIVES, SMOOTHED_VARIANTS
 from mlxft.config.keys import Key, is_missing
 from mlxft.resources import bundled_data, folder
 
@@ -19,6 +19,8 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
     yield from _steps(settings)
     yield from _rows(settings, given)
+    yield from _objective(settings, given)
+    yield from _loss(settings, given)
     yield from _validation(settings)
     yield from _adapter(settings, given)
     yield from _optimizer(settings, given)
@@ -42,6 +44,36 @@ def _rows(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "data.train_on", "rows of tokens say by their mask what is trained on; leave it out"
     elif settings["data.format"] == "text" and settings["data.train_on"] != "all":
         yield "data.train_on", "plain text has no turns and all of it is trained on; leave it out"
+
+
+def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
+    """Formats and layouts that the objective's rows cannot have."""
+    objective, form = settings["trainer.objective"], settings["data.format"]
+    own = "preference" if objective in PAIR_OBJECTIVES else "unpaired" if objective == "kto" else None
+    if own and form not in ("auto", own, "tokens"):
+        yield "data.format", f"{objective} trains on rows of the format {own} (or tokens), not {form}"
+    elif own is None and form in ("preference", "unpaired"):
+        others = ", ".join(PAIR_OBJECTIVES) if form == "preference" else "kto"
+        yield "data.format", f"{form} rows are for trainer.objective={others}, not {objective}"
+    if settings["trainer.layout"] == "prefix_shared" and objective not in PAIR_OBJECTIVES:
+        yield "trainer.layout", f"the rows of {objective} share no prompts; use packed"
+    if own and "data.train_on" in given:
+        yield "data.train_on", f"{objective} trains on the answers; leave it out"
+
+
+def _loss(settings: Mapping[str, Any], given: set[str]) -> Found:
+    objective, variant = settings["trainer.objective"], settings["loss.variant"]
+    for name in sorted(given):
+        group, _, key = name.partition(".")
+        if group == "loss" and key not in LOSS_KEYS[objective]:
+            having = ", ".join(other for other, keys in LOSS_KEYS.items() if key in keys)
+            yield name, f"{objective} does not use it (it is for {having}); leave it out"
+    smoothed = settings["loss.label_smoothing"] > 0
+    if objective == "dpo" and smoothed and variant not in SMOOTHED_VARIANTS:
+        usable = ", ".join(SMOOTHED_VARIANTS)
+        yield "loss.label_smoothing", f"loss.variant={variant} has no use for it; it is for {usable}"
+    if objective == "dpo" and variant == "exo_pair" and not smoothed:
+        yield "loss.label_smoothing", "loss.variant=exo_pair divides by it; set it above 0, such as 0.001"
 
 
 def _validation(settings: Mapping[str, Any]) -> Found:

@@ -21,7 +21,7 @@ class ModelConfig:
 class DataConfig:
     train: Any = None  # a file, several files, or "bundled:NAME"
     valid: Any = None  # the same, never trained on
-    format: str = "auto"  # auto | messages | completion | text | tokens
+    format: str = "auto"  # auto | messages | completion | text | preference | unpaired | tokens
     max_length: int = 2048  # tokens of a row
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
     batch_size: int = 4  # rows of a micro-batch
@@ -32,8 +32,8 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
-    objective: str = "sft"  # what is minimised
-    layout: str = "padded"  # how rows share one forward
+    objective: str = "sft"  # what is minimised: sft | dpo | orpo | cpo | simpo | kto
+    layout: str = "auto"  # how rows share one forward: auto | padded | packed | prefix_shared
     gradient: str = "auto"  # how the backward is run: auto | whole | checkpoint (less memory)
     max_steps: Optional[int] = None  # optimiser steps; wins over epochs
     epochs: float = 1.0  # passes over the rows
@@ -50,6 +50,20 @@ class TrainerConfig:
     min_delta: float = 0.0  # smallest fall of the validation loss that counts as improvement
     log_memory: bool = False  # peak, active and cached bytes of each phase of a step, to memory.jsonl
     samples: list[str] = field(default_factory=list)  # questions answered before and after training
+
+
+@dataclass
+class LossConfig:
+    beta: Optional[float] = None  # weight of the preference; None: 0.1, for simpo 2.0
+    variant: str = "sigmoid"  # of dpo: sigmoid | robust | cdpo | ipo | hinge | norm | exo_pair | apo_zero
+    label_smoothing: float = 0.0  # the chance that a pair's label is wrong
+    gamma: Optional[float] = None  # of simpo, the lead in reward that is asked for; None: 0.5
+    nll_scope: str = "full"  # of orpo, the tokens of its own loss: full (prompt too) | response
+    nll_weight: Optional[float] = None  # of the chosen answers' own loss; None: 1 for cpo, else 0
+    desirable_weight: float = 1.0  # of kto's good rows
+    undesirable_weight: float = 1.0  # of kto's bad rows
+    reference: str = "base"  # of dpo and kto: base (adapter off) | start (with init_from) | a model's path
+    reference_scored: str = "once"  # when: once, before training and kept on disk | every_step
 
 
 @dataclass
@@ -96,6 +110,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

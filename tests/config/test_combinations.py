@@ -1,9 +1,13 @@
 """Settings that are each right and exclude each other; files that are not there."""
 
+from dataclasses import fields
+
 import pytest
 
-from mlxft.config import from_dict
-from mlxft.config.choices import OPTIMIZERS
+from mlxft import losses
+from mlxft.config import compose, from_dict
+from mlxft.config.choices import DPO_VARIANTS, LOSS_KEYS, OPTIMIZERS
+from mlxft.config.schema import LossConfig
 from mlxft.errors import InputError
 
 
@@ -107,3 +111,32 @@ def test_a_file_that_is_not_there_is_named_with_its_key(rows, key, value):
 
 def test_a_hub_id_is_not_looked_for_on_the_disk(rows):
     assert made(rows).model.path == "owner/name"
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["trainer=dpo", "data.format=messages"], "dpo trains on rows of the format preference"),
+        (["trainer=kto", "data.format=preference"], "kto trains on rows of the format unpaired"),
+        (["data.format=preference"], "preference rows are for trainer.objective=dpo, orpo, cpo, simpo"),
+        (["trainer=prefix_shared"], "the rows of sft share no prompts; use packed"),
+        (["trainer=orpo", "data.train_on=all"], "orpo trains on the answers"),
+        (["loss.beta=0.2"], "sft does not use it"),
+        (["trainer=orpo", "loss.gamma=1"], "orpo does not use it (it is for simpo)"),
+        (["trainer=cpo", "loss.reference=start"], "cpo does not use it (it is for dpo, kto)"),
+        (["trainer=dpo", "loss.label_smoothing=0.1"], "loss.variant=sigmoid has no use for it"),
+        (["trainer=dpo", "loss.variant=exo_pair"], "divides by it"),
+    ],
+)
+def test_what_an_objective_has_no_use_for_is_refused(overrides, words, rows):
+    with pytest.raises(InputError) as caught:
+        compose(["model.path=owner/name", "data.train=rows.jsonl", *overrides])
+    assert words in str(caught.value)
+
+
+def test_the_keys_that_an_objective_reads_are_known_keys():
+    assert set().union(*LOSS_KEYS.values()) == {field.name for field in fields(LossConfig)}
+
+
+def test_the_variants_of_the_configuration_are_those_of_the_loss():
+    assert set(DPO_VARIANTS) == set(losses.DPO_VARIANTS)
