@@ -85,7 +85,7 @@ class Targets:
     tokens: list[np.ndarray] = field(default_factory=list)
     columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
-    def add(self, row: int, tokens: np.ndarray, mask: np.ndarray, **columns: Any) -> None:
+    def add(self, row: int, tokens: np.ndarray, mask: np.ndarray, /, **columns: Any) -> None:
         """Adds the masked tokens (L,) of the logical row; a column is a number, or one for each token."""
         at = np.flatnonzero(mask[1:])
         self.index.append(self.arranged.places[row][at])
