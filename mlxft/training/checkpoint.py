@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,17 @@ from typing import Any, Callable, Optional, Union
 
 import mlx.core as mx
 
-from mlxft.errors import GuardStop, InputError
+from mlxft.errors import InputError
+from mlxft.training.disk import disk_guard, sync_folder, write_arrays, write_json
 
 log = logging.getLogger("mlxft")
 
 MANIFEST = "manifest.json"
+ADAPTER = "adapters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+
+_NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -42,19 +47,21 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    def optimizer_arrays(self) -> dict[str, mx.array]:
-        """Returns the optimiser's state by name.
+    @property
+    def run_dir(self) -> Optional[Path]:
+        """The run it belongs to, None for a folder that was taken out of its run."""
+        return self.folder.parent.parent if self.folder.parent.name == "checkpoints" else None
 
-        Raises: InputError for a checkpoint that was saved without one.
-        """
-        path = self.folder / OPTIMIZER
-        if not path.exists():
-            raise InputError(
-                f"{self.folder} holds only the adapter (it was saved with "
-                "trainer.save_only_adapter=true), so training cannot go on from it. "
-                f"Start a new run from its weights with adapter.init_from={self.folder}"
-            )
-        return mx.load(str(path))
+    @property
+    def has_optimizer(self) -> bool:
+        return (self.folder / OPTIMIZER).exists()
+
+    def arrays(self, name: str) -> dict[str, mx.array]:
+        """Returns the arrays of ADAPTER or OPTIMIZER by name. Raises: InputError if the file has gone."""
+        try:
+            return mx.load(str(self.folder / name))
+        except RuntimeError as error:  # between its check and now the run that owns it may remove it
+            raise InputError(f"{self.folder} can no longer be read: {error}") from None
 
 
 class CheckpointStore:
@@ -74,25 +81,22 @@ class CheckpointStore:
 
         Raises: GuardStop if the disk takes no more; older checkpoints are as they were.
         """
-        final = self.root / f"step-{state['step']:06d}"
+        final = self.folder(state["step"])
         aside = self.root / f".{final.name}.{os.getpid()}"
-        try:
-            self._remove_leftovers()
-            aside.mkdir(parents=True)
-            write_adapter(aside)
-            if optimizer is not None:
-                write_arrays(aside / OPTIMIZER, optimizer)
-            write_json(aside / STATE, state)
-            _write_manifest(aside)
-            self._publish(aside, final)
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise GuardStop(
-                f"the checkpoint of step {state['step']} could not be written to {self.root}: "
-                f"{error.strerror or error}. Earlier checkpoints are intact; free some space, then "
-                "continue with trainer.resume=auto"
-            ) from error
-        self._retain(final)
+        with disk_guard(f"the checkpoint of step {state['step']} in {self.root}"):
+            try:
+                self._remove_leftovers()
+                aside.mkdir(parents=True)
+                write_adapter(aside)
+                if optimizer is not None:
+                    write_arrays(aside / OPTIMIZER, optimizer)
+                write_json(aside / STATE, state)
+                _write_manifest(aside)
+                self._publish(aside, final)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+            self._retain(final)
         return final
 
     def _publish(self, aside: Path, final: Path) -> None:
@@ -121,9 +125,14 @@ class CheckpointStore:
             else:
                 shutil.rmtree(leftover)
 
+    def folder(self, step: int) -> Path:
+        """Returns where the checkpoint of the step is, or would be."""
+        return self.root / f"step-{step:06d}"
+
     def folders(self) -> list[Path]:
         """Returns the folders of checkpoints, oldest step first, damaged ones included."""
-        return sorted(path for path in self.root.glob("step-*") if path.is_dir())
+        found = [path for path in self.root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_step_of)
 
     def latest(self) -> Optional[Checkpoint]:
         """Returns the newest checkpoint that is whole, or None if there never was one.
@@ -144,6 +153,22 @@ class CheckpointStore:
             )
         return None
 
+    def has_later(self, step: int) -> bool:
+        """Tells whether there is a whole checkpoint of a step after this one."""
+        return any(_is_whole(folder) for folder in self.folders() if _step_of(folder) > step)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read(folder)
+    except InputError:
+        return False
+    return True
+
 
 def read(folder: Path) -> Checkpoint:
     """Returns the checkpoint in `folder`, each file checked against the manifest.
@@ -151,12 +176,11 @@ def read(folder: Path) -> Checkpoint:
     Raises: InputError naming the first file that is missing, short or changed.
     """
     folder = Path(folder).resolve()
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is not a whole checkpoint: {MANIFEST} cannot be read ({error})") from None
+    manifest = _read_object(folder, MANIFEST)
     for name, expected in manifest.items():
         path = folder / name
+        if not isinstance(expected, dict) or not expected.keys() >= {"bytes", "sha256"}:
+            raise InputError(f"{folder}: {MANIFEST} says nothing usable about {name}")
         if not path.is_file():
             raise InputError(f"{folder}: {name} is missing")
         if path.stat().st_size != expected["bytes"]:
@@ -165,36 +189,18 @@ def read(folder: Path) -> Checkpoint:
             )
         if _sha256(path) != expected["sha256"]:
             raise InputError(f"{folder}: {name} is not what was written (its SHA-256 differs)")
-    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
+    return Checkpoint(folder, _read_object(folder, STATE))
 
 
-def write_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Writes arrays as safetensors and waits until the disk has them."""
-    with open(path, "wb") as file:
-        mx.save_safetensors(file, arrays, {"format": "mlx"})
-        _sync(file)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON and waits until the disk has it."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        _sync(file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the names in `folder`."""
-    handle = os.open(folder, os.O_RDONLY)
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        value = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{folder} is not a whole checkpoint: {name} cannot be read ({reason})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{folder} is not a whole checkpoint: {name} holds no JSON object")
+    return value
 
 
 def _write_manifest(folder: Path) -> None:

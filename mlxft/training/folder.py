@@ -1,9 +1,12 @@
-"""A run's folder: where it is, that only one process writes it, and what a resume continues."""
+"""A run's folder: where it is, that only one process writes it, its log, and what a resume continues."""
 
 import fcntl
 import logging
+import os
+import sys
 import time
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -12,185 +15,261 @@ import yaml
 
 from mlxft.errors import InputError
 from mlxft.training.checkpoint import Checkpoint, CheckpointStore, read
+from mlxft.training.disk import write_all
+from mlxft.training.resume import Continuation, same_training, settings
 
 log = logging.getLogger("mlxft")
 
 CONFIG = "config.yaml"
+LOG = "train.log"
+LOCK = ".lock"
 ROOT = Path("runs")
 
-# Keys that say where and whether, not what: they may differ between a run and its continuation.
-_PLACE_KEYS = ("run.dir", "trainer.resume")
-# Keys without which the rows, the arrays or the optimiser's state would not be the checkpoint's.
-_FIXED_KEYS = (
-    "model.",
-    "data.train",
-    "data.format",
-    "data.max_length",
-    "data.truncate",
-    "data.batch_size",
-    "data.shuffle",
-    "data.train_on",
-    "data.columns",
-    "trainer.objective",
-    "trainer.seed",
-    "trainer.accumulate",
-    "adapter.",
-    "optimizer.name",
-)
+# What a run leaves: a folder that has one of these holds a run, or something of another program's.
+_LEFT_BY_A_RUN = (CONFIG, "checkpoints", "metrics.jsonl", "adapter", "best", "summary.json")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. checkpoint: what it continues, None for a fresh run."""
+    """Where a run begins. continuation: the checkpoint that it continues, None for a fresh run."""
 
     run_dir: Path
-    checkpoint: Optional[Checkpoint] = None
+    continuation: Optional[Continuation] = None
 
     @property
-    def from_run(self) -> Path:
-        """The folder of the run whose checkpoint is continued."""
-        return self.checkpoint.folder.parent.parent
+    def step(self) -> int:
+        """Optimiser steps done before this run begins."""
+        return self.continuation.checkpoint.step if self.continuation else 0
 
     @property
-    def copies_metrics(self) -> bool:
-        """True where the run continues another folder's checkpoint in a folder of its own."""
-        return self.checkpoint is not None and self.from_run != self.run_dir.resolve()
+    def is_elsewhere(self) -> bool:
+        """True where the run continues in its own folder what another one began."""
+        return self.continuation is not None and (
+            self.continuation.checkpoint.run_dir != self.run_dir.resolve()
+        )
+
+    @property
+    def from_run(self) -> Optional[Path]:
+        """The other run's folder, None if there is none or it is not known."""
+        return self.continuation.checkpoint.run_dir if self.is_elsewhere else None
 
 
-def find_start(name: str, config: dict[str, Any]) -> Start:
-    """Returns where the run called `name` with this configuration begins.
+class _Taken(InputError):
+    """Another process holds the folder."""
 
-    Raises: InputError for a run.dir that holds a run already, a resume that does not exist, only
-    damaged checkpoints, or a configuration that cannot continue the checkpoint.
+
+@contextmanager
+def open_run(name: str, config: dict[str, Any]):
+    """Gives the `Start` of the run called `name` with this configuration; its folder is held within.
+
+    What mlxft says goes to the folder's train.log too. A run that ends before it has written its
+    configuration leaves no folder behind.
+
+    Raises: InputError for a run.dir that holds a run already or cannot be written, another process in
+    it, a resume that does not exist, only damaged checkpoints, or settings that cannot continue them.
     """
     resume = config["trainer"]["resume"]
     given = Path(config["run"]["dir"]) if config["run"]["dir"] else None
-    if resume == "none":
-        return Start(_fresh(given, name))
-    start = _auto(given, name, config) if resume == "auto" else _from_path(Path(resume), given, name)
-    if start.checkpoint is not None:
-        _check_same(start.checkpoint, config)
-    return start
+    with ExitStack() as held:
+        if resume == "none":
+            start = _fresh(given, name, held)
+        elif resume == "auto":
+            start = _auto(given, name, config, held)
+        else:
+            start = _from_path(Path(resume), given, name, config, held)
+        yield start
 
 
-def _fresh(given: Optional[Path], name: str) -> Path:
+def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
+    """A run from its first step, in the folder that was given or a new one."""
     if given is None:
-        return _new_folder(name)
-    if (given / CONFIG).exists() or (given / "checkpoints").exists():
+        return Start(_enter_new(name, held))
+    _enter(given, held)
+    if any((given / left).exists() for left in _LEFT_BY_A_RUN):
         raise InputError(
             f"run.dir={given} holds a run already. trainer.resume=auto continues it; "
             "another run.dir keeps both"
         )
-    return given
+    return Start(given)
 
 
-def _new_folder(name: str) -> Path:
-    stem = ROOT / name / time.strftime("%Y-%m-%d_%H-%M-%S")
-    folder, number = stem, 2
-    while folder.exists():
-        folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
-    return folder
-
-
-def _auto(given: Optional[Path], name: str, config: dict[str, Any]) -> Start:
+def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack) -> Start:
     run_dir = given or _newest_same(name, config)
-    checkpoint = CheckpointStore(run_dir).latest() if run_dir else None
-    if checkpoint is not None:
-        return Start(run_dir, checkpoint)
+    if run_dir is not None:
+        _enter(run_dir, held)
+        checkpoint = CheckpointStore(run_dir).latest()
+        if checkpoint is not None:
+            return Start(run_dir, _checked(checkpoint, config))
+    if given is not None and (given / "summary.json").exists():
+        raise InputError(
+            f"run.dir={given} holds a run that has ended, without a checkpoint to continue. Another "
+            "run.dir keeps it"
+        )
+    start = Start(given or _enter_new(name, held))
     where = given or ROOT / name
     log.info("trainer.resume=auto: no checkpoint to continue in %s, starting afresh", where)
-    return Start(given or _new_folder(name))
+    return start
 
 
 def _newest_same(name: str, config: dict[str, Any]) -> Optional[Path]:
-    """The newest run of the name whose configuration is the same, places aside."""
-    wanted = _flat(config)
-    for path in sorted((ROOT / name).glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime, reverse=True):
-        found = _flat(yaml.safe_load(path.read_text(encoding="utf-8")))
-        if not _differences(wanted, found) and (path.parent / "checkpoints").exists():
+    """The newest run of the name that has checkpoints and trains as this one would."""
+    wanted = settings(config, Path.cwd())
+    files = [path for path in (ROOT / name).glob(f"*/{CONFIG}") if CheckpointStore(path.parent).folders()]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (ValueError, yaml.YAMLError) as error:
+            log.warning("passing over %s: it cannot be read (%s)", path, str(error).partition("\n")[0])
+            continue
+        if isinstance(found, Mapping) and same_training(wanted, settings(found, Path.cwd())):
             return path.parent
     return None
 
 
-def _from_path(path: Path, given: Optional[Path], name: str) -> Start:
+def _from_path(
+    path: Path, given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack
+) -> Start:
     """A run's folder (its newest whole checkpoint) or one checkpoint's folder."""
     if not path.is_dir():
         raise InputError(
             f"trainer.resume={path}: there is no such folder. Give a run's folder, "
             "one of its checkpoints/step-... folders, or auto"
         )
-    if (path / "checkpoints").is_dir():
-        newest = checkpoint = CheckpointStore(path).latest()
-        run_dir = path
-    else:
-        checkpoint = read(path)
-        run_dir = checkpoint.folder.parent.parent
-        newest = CheckpointStore(run_dir).latest()
+    checkpoint = CheckpointStore(path).latest() if (path / "checkpoints").is_dir() else read(path)
     if checkpoint is None:
         raise InputError(f"trainer.resume={path}: the run has no checkpoint yet")
-    # Going on from an older checkpoint, or elsewhere, must not overwrite what came after it.
-    if given is not None and given.resolve() != run_dir.resolve():
-        return Start(_fresh(given, name), checkpoint)
-    if newest.step != checkpoint.step:
-        return Start(_new_folder(name), checkpoint)
-    return Start(run_dir, checkpoint)
-
-
-def _check_same(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
-    before = _flat(checkpoint.state["config"])
-    now = _flat(config)
-    changed = _differences(now, before)
-    fixed = [key for key in changed if key.startswith(_FIXED_KEYS)]
-    if fixed:
-        lines = "\n".join(
-            f"  {key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now" for key in fixed
-        )
+    run_dir = checkpoint.run_dir
+    if given is not None and (run_dir is None or given.resolve() != run_dir):
+        place = _fresh(given, name, held).run_dir
+    elif run_dir is not None and _enter_if_newest(run_dir, checkpoint, held):
+        place = run_dir
+    elif given is not None:
         raise InputError(
-            f"{checkpoint.folder} was trained with other settings and cannot be continued with "
-            f"these:\n{lines}\nSet them back, or start a new run with adapter.init_from="
-            f"{checkpoint.folder}"
+            f"run.dir={given} holds later steps than {path}, which would be overwritten. Give another "
+            "run.dir, or leave it out for a new folder"
         )
-    for key in changed:
-        log.warning(
-            "resuming with %s=%s (was %s): the run will differ from one never stopped",
-            key,
-            now.get(key),
-            before.get(key),
-        )
+    else:
+        place = _enter_new(name, held)
+    return Start(place, _checked(checkpoint, config))
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or (prefix and not tree):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
+def _enter_if_newest(run_dir: Path, checkpoint: Checkpoint, held: ExitStack) -> bool:
+    """Going on from an older checkpoint must not overwrite what came after it."""
+    with ExitStack() as own:
+        _enter(run_dir, own)
+        if CheckpointStore(run_dir).has_later(checkpoint.step):
+            return False
+        held.push(own.pop_all())
+        return True
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    keys = sorted(set(one) | set(other))
-    return [key for key in keys if key not in _PLACE_KEYS and one.get(key) != other.get(key)]
+def _checked(checkpoint: Checkpoint, config: dict[str, Any]) -> Continuation:
+    continuation = Continuation(checkpoint, config)
+    continuation.check_settings()
+    return continuation
+
+
+def _enter_new(name: str, held: ExitStack) -> Path:
+    """Makes and enters a folder named for the time; runs of the same second get numbers."""
+    stem, number = ROOT / name / time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+    while True:
+        folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        number += 1
+        if folder.exists():
+            continue
+        try:
+            _enter(folder, held)
+        except _Taken:
+            continue
+        return folder
+
+
+def _enter(run_dir: Path, held: ExitStack) -> None:
+    held.enter_context(_locked(run_dir))
+    held.enter_context(_log_to(run_dir / LOG))
 
 
 @contextmanager
-def locked(run_dir: Path):
-    """Holds the run's lock within the block; the system drops it when the process ends, however it ends.
-
-    Raises: InputError if another process trains in the folder, or the folder cannot be written.
-    """
+def _locked(run_dir: Path):
+    """Holds the run's lock within the block; the system drops it when the process ends, however it ends."""
     try:
+        new_files = [run_dir / name for name in (LOG, LOCK) if not (run_dir / name).exists()]
+        new_folders = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = open(run_dir / ".lock", "w")
+        file = open(run_dir / LOCK, "w")
+    except OSError as error:
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "there is a file of that name" if is_file else error.strerror
+        raise InputError(f"run.dir={run_dir} cannot be written: {reason}. Choose another run.dir") from None
+    with file:
+        _lock(file, run_dir)
+        try:
+            yield
+        except BaseException:
+            if not (run_dir / CONFIG).exists():  # it never began
+                _remove(new_files, new_folders)
+            raise
+
+
+def _lock(file: Any, run_dir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # One that failed to begin may have removed the file between our opening and locking it.
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / LOCK)):
+            return
+    except (BlockingIOError, FileNotFoundError):
+        pass
     except OSError as error:
         raise InputError(
-            f"run.dir={run_dir} cannot be written ({error.strerror}). Choose another run.dir"
+            f"run.dir={run_dir} cannot be locked: {error.strerror}. Choose a run.dir on another disk"
         ) from None
-    with file:
+    raise _Taken(f"another process trains in {run_dir} now. Wait for it, or choose another run.dir")
+
+
+def _remove(files: list[Path], folders: list[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in folders:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
+
+
+class _RunLog(logging.Handler):
+    """Appends to train.log. A disk that takes no more ends the log, with a sentence, and not the run."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._path = path
+        self._file = open(path, "ab", buffering=0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._file.closed:
+            return
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
-                f"another process trains in {run_dir} now. Wait for it, or choose another run.dir"
-            ) from None
+            write_all(self._file, (self.format(record) + "\n").encode(errors="backslashreplace"))
+        except OSError as error:
+            self._file.close()
+            print(f"{self._path} could not be written: {error.strerror}; the log ends here", file=sys.stderr)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def _log_to(path: Path):
+    try:
+        handler = _RunLog(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}. Choose another run.dir") from None
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
         yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+        handler.close()

@@ -3,14 +3,18 @@
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Callable, Optional, Protocol
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlxft.config.schema import Config
 from mlxft.errors import GuardStop, Interrupted
+from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
+from mlxft.training.memory import StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
 from mlxft.training.optimizer import learning_rate, state_arrays
 from mlxft.training.signals import StopRequest
@@ -53,8 +57,9 @@ class Screen(Protocol):
 class Loop:
     """Everything a run needs; `run` takes it from `progress.step` to `total_steps`.
 
-    validate: returns the validation record, None without validation data. save_best: writes the
-    present adapter as the best one. checkpoint_extra: what else state.json has to hold.
+    write_adapter: writes the present adapter into a folder. validate: returns the validation record,
+    None without validation data. identity: what else a checkpoint's state has to say. saved_step: the
+    step of the newest checkpoint in the run's folder.
     """
 
     config: Config
@@ -65,43 +70,48 @@ class Loop:
     store: CheckpointStore
     screen: Screen
     stop: StopRequest
-    write_adapter: Callable
-    save_best: Callable[[], None]
-    validate: Optional[Callable[[], dict[str, Any]]] = None
-    checkpoint_extra: dict[str, Any] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    write_adapter: Callable[[Path], None]
+    best: BestAdapter
+    memory: StepMemory
+    validate: Optional[Callable[[], dict[str, Any]]]
+    identity: dict[str, Any]
+    progress: Progress
+    saved_step: int
 
     def run(self) -> str:
         """Trains to the end and returns "completed" or "early_stopped".
 
-        Raises: Interrupted after a signal, GuardStop after three non-finite steps in a row.
+        Raises: Interrupted after a signal; GuardStop after three non-finite steps in a row, without
+        memory or disk left, or with weights that are not finite.
         """
         self._validate_if_due()
         while self.progress.step < self.total_steps and not self._should_stop_early():
             if not self._take_step():
                 self._interrupted()
             self._validate_if_due()
-            if self._is_due(self.config.trainer.save_every) or self.progress.step == self.total_steps:
+            if self._is_due(self.config.trainer.save_every):
                 self._save()
             if self.stop() and self.progress.step < self.total_steps:
                 self._interrupted()
+        self._save()
         if self._should_stop_early():
             log.info("stopped early: no improvement in %d validations", self.progress.without_improvement)
-            self._save()
             return "early_stopped"
         return "completed"
 
     def _take_step(self) -> bool:
         """Takes one optimiser step; False if a stop was asked for within its window."""
         began = time.perf_counter()
-        mx.reset_peak_memory()
         step = self.progress.step
+        self.memory.begin(step + 1)
         rate = learning_rate(step, self.total_steps, self.config.optimizer.lr, self.config.schedule)
-        window = self.stepper.window(self.windows.at(step), step)
-        if window is None:
-            return False
-        if window.is_finite:
-            self.stepper.apply(window, rate)
+        batches = self.windows.at(step)
+        with memory_guard(step + 1, batches):
+            window = self.stepper.window(batches, step)
+            if window is None:
+                return False
+            if window.is_finite:
+                self.stepper.apply(window, rate)
         self._account(window, rate, time.perf_counter() - began)
         return True
 
@@ -122,7 +132,7 @@ class Loop:
             **window.metrics,
             "seconds": seconds,
             "tokens_per_s": window.tokens / seconds,
-            "peak_bytes": mx.get_peak_memory(),
+            "peak_bytes": self.memory.peak_bytes(),
         }
         if window.is_finite:
             progress.skipped_in_a_row = 0
@@ -148,8 +158,9 @@ class Loop:
             return
         raise GuardStop(
             f"stopped: the gradients of steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were not finite. "
-            f"None of them was applied and the checkpoints in {self.store.root} are intact. A lower optimizer.lr, "
-            "trainer.clip_norm above 0 or model.dtype=float32 may help; look at the rows of these steps too"
+            f"None of them was applied and the checkpoints in {self.store.root} are intact. A lower "
+            "optimizer.lr, trainer.clip_norm above 0 or model.dtype=float32 may help; look at the rows of "
+            "these steps too"
         )
 
     def _validate_if_due(self) -> None:
@@ -165,7 +176,7 @@ class Loop:
         if record["loss"] < limit:
             progress.best_loss, progress.best_step = record["loss"], progress.step
             progress.without_improvement = 0
-            self.save_best()
+            self.best.save(progress.step)
         else:
             progress.without_improvement += 1
         record["best"] = progress.best_step == progress.step
@@ -180,18 +191,35 @@ class Loop:
         return bool(every) and self.progress.step % every == 0
 
     def _save(self) -> None:
+        """Writes the checkpoint of the present step, unless it is there."""
+        progress = self.progress
+        if progress.step == self.saved_step:
+            return
+        self._check_weights()
         self.metrics.sync()
         arrays = None if self.config.trainer.save_only_adapter else state_arrays(self.stepper.optimizer)
-        self.store.save({**asdict(self.progress), **self.checkpoint_extra}, arrays, self.write_adapter)
+        self.store.save({**asdict(progress), **self.identity}, arrays, self.write_adapter)
+        self.saved_step = progress.step
+
+    def _check_weights(self) -> None:
+        """Finite gradients can still make weights that are not, with a learning rate beyond all reason."""
+        params = tree_flatten(self.stepper.gradient.view.model.trainable_parameters())
+        finite = mx.stack([mx.isfinite(array).all() for _, array in params]).tolist()
+        spoilt = [name for (name, _), good in zip(params, finite, strict=True) if not good]
+        if spoilt:
+            raise GuardStop(
+                f"stopped: after step {self.progress.step} there are weights that are not finite "
+                f"({len(spoilt)} arrays, first {spoilt[0]}). They were not saved and the checkpoints in "
+                f"{self.store.root} are intact. Lower optimizer.lr"
+            )
 
     def _interrupted(self) -> None:
         step = self.progress.step
-        latest = self.store.root / f"step-{step:06d}"
-        if step and not latest.exists():
-            self._save()
-        saved = (
-            f"saved step {step} in {latest}; go on with trainer.resume=auto"
-            if step
-            else "no step was done yet"
-        )
-        raise Interrupted(f"interrupted: {saved}", self.stop.signum)
+        if not step:
+            raise Interrupted("interrupted: no step was done yet", self.stop.signum)
+        self._save()
+        where = self.store.folder(step)
+        how = "go on with trainer.resume=auto"
+        if self.config.trainer.save_only_adapter:
+            how = f"a new run goes on from it with adapter.init_from={where}"
+        raise Interrupted(f"interrupted: saved step {step} in {where}; {how}", self.stop.signum)
