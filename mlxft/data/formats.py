@@ -1,24 +1,58 @@
-"""What a row may look like: finds the format, checks every row against it, and gives it a type."""
+"""What a row may look like: finds the format, says which objective it is for, and gives the row a type."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from mlxft.config.choices import FORMATS
+from mlxft.data.checks import (
+    checked_answer,
+    checked_messages,
+    checked_tokens,
+    checked_tools,
+    filled_text,
+    listed,
+    shown,
+)
 from mlxft.data.sources import Row, kind_of
 from mlxft.errors import InputError
 
-ROLES = ("system", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # an assistant turn may hold only this and a call
 
-# In the order they are looked for: the keys that a row of the format must have.
-REQUIRED_KEYS = {
-    "messages": ("messages",),
-    "completion": ("prompt", "completion"),
-    "text": ("text",),
-    "tokens": ("input_ids",),
+@dataclass(frozen=True)
+class Form:
+    """The keys by which a format is known. kind: what its rows become, a key of OBJECTIVES."""
+
+    format: str
+    kind: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    def fits(self, values: dict[str, Any]) -> bool:
+        """Tells whether a row has what this form requires; labels are true or false, not classes."""
+        labelled = "label" not in self.required or isinstance(values.get("label"), bool)
+        return labelled and all(key in values for key in self.required)
+
+
+# In the order they are looked for.
+FORMS = (
+    Form("preference", "pairs", ("chosen", "rejected"), ("prompt", "system", "tools")),
+    Form("messages", "examples", ("messages",), ("tools",)),
+    Form("unpaired", "unpaired", ("prompt", "completion", "label"), ("system", "tools")),
+    Form("completion", "examples", ("prompt", "completion"), ("tools",)),
+    Form("text", "examples", ("text",)),
+    Form("tokens", "examples", ("input_ids",), ("completion_mask",)),
+    Form("tokens", "pairs", ("prompt_ids", "chosen_ids", "rejected_ids")),
+    Form("tokens", "unpaired", ("prompt_ids", "completion_ids", "label")),
+)
+KNOWN_KEYS = tuple(dict.fromkeys(key for form in FORMS for key in form.required + form.optional))
+
+# What rows become, and the objectives that train on it.
+OBJECTIVES = {"examples": ("sft",), "pairs": ("dpo", "orpo", "cpo", "simpo"), "unpaired": ("kto",)}
+_IS = {"examples": "a text to learn", "pairs": "a pair of answers", "unpaired": "an answer with a label"}
+_NEEDS = {
+    "examples": "'messages', 'prompt' and 'completion', or 'text'",
+    "pairs": "'prompt', 'chosen' and 'rejected'",
+    "unpaired": "'prompt', 'completion' and 'label' (true or false)",
 }
-OPTIONAL_KEYS = {"messages": ("tools",), "completion": ("tools",), "text": (), "tokens": ("completion_mask",)}
-KNOWN_KEYS = tuple(key for name in REQUIRED_KEYS for key in REQUIRED_KEYS[name] + OPTIONAL_KEYS[name])
 
 
 @dataclass(frozen=True)
@@ -61,22 +95,65 @@ TypedRow = ChatRow | CompletionRow | TextRow | TokenRow
 
 
 def find_format(row: Row, wanted: str = "auto") -> str:
-    """Returns the format of a set from its first row: messages, completion, text or tokens.
+    """Returns the format of a set from its first row, one of config.choices.FORMATS but auto.
 
     Raises:
         InputError: `wanted` is not a format, or it is auto and the row has no format's keys.
     """
-    if wanted in REQUIRED_KEYS:
-        return wanted
+    return find_form(row, wanted).format
+
+
+def find_form(row: Row, wanted: str = "auto", kind: str | None = None) -> Form:
+    """Returns the form of a set from its first row.
+
+    wanted: data.format. kind: what the rows should become; a row that lacks keys of a named format is
+    taken for one of that kind, so that `check_keys` names those that are missing.
+
+    Raises:
+        InputError: as `find_format`.
+    """
+    if wanted not in FORMATS:
+        raise InputError(f"data.format={wanted}: must be {', '.join(FORMATS)}.")
+    forms = [form for form in FORMS if wanted in ("auto", form.format)]
+    for form in forms:
+        if form.fits(row.values):
+            return form
     if wanted != "auto":
-        raise InputError(f"data.format={wanted}: must be auto, {', '.join(REQUIRED_KEYS)}.")
-    for name, keys in REQUIRED_KEYS.items():
-        if all(key in row.values for key in keys):
-            return name
+        return next((form for form in forms if form.kind == kind), forms[0])
+    needs = [_NEEDS[kind]] if kind else ["'chosen' and 'rejected'", _NEEDS["examples"], "'input_ids'"]
     raise InputError(
-        f"{row.where}: no format fits a row with the keys {_list(row.values)}. A row needs 'messages', or "
-        "'prompt' and 'completion', or 'text', or 'input_ids'; data.columns maps other names to these."
+        f"{row.where}: no format fits a row with the keys {listed(row.values)}. A row needs "
+        f"{', or '.join(needs)}; data.columns maps other names to these."
     )
+
+
+def check_kind(row: Row, form: Form, kind: str) -> None:
+    """Raises InputError when rows of this form do not become `kind`, naming the objective that they fit."""
+    if form.kind == kind:
+        return
+    raise InputError(
+        f"{row.where}: this row is {_IS[form.kind]} ({listed(form.required)}), which is for "
+        f"trainer.objective={_either(OBJECTIVES[form.kind])}. Rows for {_either(OBJECTIVES[kind])} have "
+        f"{_NEEDS[kind]}.{_other_use(row, form) if kind == 'examples' else ''}"
+    )
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _other_use(row: Row, form: Form) -> str:
+    """Returns how a text can be learnt from rows of answers to compare, as a sentence; "" if not at all."""
+    prompt, chosen = row.values.get("prompt"), row.values.get("chosen")
+    if "messages" in row.values:
+        return " To train on its messages: data.format=messages."
+    if form.format == "unpaired":
+        return " To train on every completion, whatever its label: data.format=completion."
+    if isinstance(chosen, (str, list)) and type(prompt) is type(chosen):
+        return " To train on the chosen answers: data.columns={completion: chosen}."
+    if isinstance(chosen, list) and len(chosen) > 1:
+        return " To train on the chosen conversations: data.columns={messages: chosen}."
+    return ""
 
 
 def check_columns(columns: dict[str, str]) -> None:
@@ -89,42 +166,40 @@ def check_columns(columns: dict[str, str]) -> None:
             )
 
 
+def check_keys(row: Row, form: Form) -> None:
+    """Raises InputError when the row lacks keys that its form requires."""
+    missing = [key for key in form.required if key not in row.values]
+    if missing:
+        raise InputError(
+            f"{row.where}: this row has no {' and no '.join(map(repr, missing))}, "
+            f"only {listed(row.values)}. "
+            f"A row of the format {form.format} needs {' and '.join(map(repr, form.required))}."
+        )
+
+
 def type_row(row: Row, format: str, vocab_size: int) -> TypedRow:
-    """Returns the row as its format's type.
+    """Returns a row to learn as its format's type: messages, completion, text or tokens.
 
     Raises:
         InputError: file, line, what is wrong with the row, and what it should be.
     """
-    missing = [key for key in REQUIRED_KEYS[format] if key not in row.values]
-    if missing:
-        raise InputError(
-            f"{row.where}: this row has no {' and no '.join(map(repr, missing))}, only {_list(row.values)}. "
-            f"A row of the format {format} needs {' and '.join(map(repr, REQUIRED_KEYS[format]))}."
-        )
+    check_keys(row, next(form for form in FORMS if (form.format, form.kind) == (format, "examples")))
     if format == "messages":
-        return _chat_row(row)
+        messages = checked_answer(row.values["messages"], "messages", row.where)
+        return ChatRow(messages, checked_tools(row), 0, row.where)
     if format == "completion":
         return _completion_row(row)
     if format == "text":
-        return TextRow(_filled_text(row.values["text"], "text", row.where), row.where)
+        return TextRow(filled_text(row.values["text"], "text", row.where), row.where)
     return _token_row(row, vocab_size)
-
-
-def _chat_row(row: Row) -> ChatRow:
-    messages = _checked_messages(row.values["messages"], "messages", row.where)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{row.where}: messages has no assistant turn: nothing to train on. Add one.")
-    return ChatRow(messages, _checked_tools(row), 0, row.where)
 
 
 def _completion_row(row: Row) -> ChatRow | CompletionRow:
     prompt, completion, where = row.values["prompt"], row.values["completion"], row.where
     if isinstance(prompt, list) and isinstance(completion, list):
-        context = _checked_messages(prompt, "prompt", where)
-        answer = _checked_messages(completion, "completion", where)
-        if not any(message["role"] == "assistant" for message in answer):
-            raise InputError(f"{where}: completion has no assistant turn: nothing to train on. Add one.")
-        return ChatRow(context + answer, _checked_tools(row), len(context), where)
+        context = checked_messages(prompt, "prompt", where)
+        answer = checked_answer(completion, "completion", where)
+        return ChatRow(context + answer, checked_tools(row), len(context), where)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise InputError(
             f"{where}: prompt is {kind_of(prompt)} and completion is {kind_of(completion)}. "
@@ -132,21 +207,12 @@ def _completion_row(row: Row) -> ChatRow | CompletionRow:
         )
     if not isinstance(prompt, str):
         raise InputError(f"{where}: prompt is {kind_of(prompt)}; it must be text or a list of messages.")
-    return CompletionRow(prompt, _filled_text(completion, "completion", where), where)
+    return CompletionRow(prompt, filled_text(completion, "completion", where), where)
 
 
 def _token_row(row: Row, vocab_size: int) -> TokenRow:
-    tokens, mask, where = row.values["input_ids"], row.values.get("completion_mask"), row.where
-    if not isinstance(tokens, list) or not tokens:
-        raise InputError(
-            f"{where}: input_ids is {kind_of(tokens)}; it must be a list of one token id or more."
-        )
-    for place, token in enumerate(tokens):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise InputError(
-                f"{where}: input_ids[{place}] is {_show(token)}; "
-                f"a token id is a whole number from 0 to {vocab_size - 1} (the model's vocabulary)."
-            )
+    mask, where = row.values.get("completion_mask"), row.where
+    tokens = checked_tokens(row.values["input_ids"], "input_ids", where, vocab_size)
     if mask is None:
         return TokenRow(tokens, [True] * len(tokens), where)
     if not isinstance(mask, list):
@@ -158,66 +224,5 @@ def _token_row(row: Row, vocab_size: int) -> TokenRow:
         )
     for place, value in enumerate(mask):
         if type(value) not in (int, bool) or value not in (0, 1):
-            raise InputError(f"{where}: completion_mask[{place}] is {_show(value)}; it must be 0 or 1.")
+            raise InputError(f"{where}: completion_mask[{place}] is {shown(value)}; it must be 0 or 1.")
     return TokenRow(tokens, [bool(value) for value in mask], where)
-
-
-def _checked_messages(messages: Any, key: str, where: str) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise InputError(
-            f"{where}: {key} is {kind_of(messages)}; it must be a list of one turn or more, "
-            'each {"role": "user", "content": "..."}.'
-        )
-    for place, message in enumerate(messages):
-        _check_message(message, f"{key}[{place}]", where)
-    return messages
-
-
-def _check_message(message: Any, name: str, where: str) -> None:
-    if not isinstance(message, dict):
-        turn = '{"role": "user", "content": "..."}'
-        raise InputError(f"{where}: {name} is {kind_of(message)}; a turn is an object: {turn}.")
-    if "role" not in message:
-        raise InputError(
-            f"{where}: {name} has no 'role', only {_list(message)}. Roles are {', '.join(ROLES)}."
-        )
-    role, content = message["role"], message.get("content")
-    if role not in ROLES:
-        raise InputError(f"{where}: {name}.role is {_show(role)}; it must be one of {', '.join(ROLES)}.")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise InputError(f"{where}: {name}.tool_calls is {kind_of(calls)}; it must be a list of objects.")
-    if content is None and role == "assistant" and calls:
-        return
-    if not isinstance(content, str):
-        have = f"{name}.content is {kind_of(content)}" if "content" in message else f"{name} has no 'content'"
-        raise InputError(f"{where}: {have}; it must be text.")
-    says_more = role == "assistant" and (calls or any(message.get(key) for key in _REASONING))
-    if role in ("user", "assistant") and not content.strip() and not says_more:
-        raise InputError(f"{where}: {name}.content is empty. Write the {role}'s turn, or leave the row out.")
-
-
-def _checked_tools(row: Row) -> list[dict[str, Any]] | None:
-    tools = row.values.get("tools")
-    if not tools:  # no tools, whether left out, null or an empty list
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InputError(f"{row.where}: tools is {kind_of(tools)}; it must be a list of objects, one a tool.")
-    return tools
-
-
-def _filled_text(value: Any, key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{where}: {key} is {kind_of(value)}; it must be text.")
-    if not value.strip():
-        raise InputError(f"{where}: {key} is empty. Write some text, or leave the row out.")
-    return value
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _list(values: dict[str, Any]) -> str:
-    return ", ".join(map(repr, values)) or "none"

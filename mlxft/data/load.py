@@ -1,74 +1,19 @@
-"""From a data file to examples: reads, checks, encodes and fits every row, and reports on them."""
+"""From a data file to rows for training: reads, checks, encodes and fits every row, and reports on them."""
 
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mlxft.config.schema import DataConfig
-from mlxft.data.chat import ChatEncoder
-from mlxft.data.example import Example
-from mlxft.data.formats import (
-    ChatRow,
-    CompletionRow,
-    TextRow,
-    TokenRow,
-    TypedRow,
-    check_columns,
-    find_format,
-    type_row,
-)
-from mlxft.data.plain_text import TextEncoder
-from mlxft.data.sources import read_rows
+from mlxft.data.encode import RowEncoder
+from mlxft.data.example import Example, Pair, Unpaired
+from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form, type_row
+from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
+from mlxft.data.preferences import type_pair, type_unpaired
+from mlxft.data.report import DataReport, source_name
+from mlxft.data.sources import Rows, first_row, read_rows
 from mlxft.data.truncate import Limit, fit
 from mlxft.errors import InputError
 
 TRAIN_ON = ("assistant", "last_assistant", "all")
-
-
-@dataclass
-class DataReport:
-    """What became of a set's rows.
-
-    dropped, truncated: {reason: rows}. num_tokens, num_supervised: of the examples, after cutting.
-    max_length, median_length: of the examples, in tokens. num_unended: answers without an end token.
-    """
-
-    source: str
-    format: str
-    limit: int
-    num_rows: int = 0
-    num_examples: int = 0
-    dropped: dict[str, int] = field(default_factory=Counter)
-    truncated: dict[str, int] = field(default_factory=Counter)
-    num_tokens: int = 0
-    num_supervised: int = 0
-    max_length: int = 0
-    median_length: float = 0.0
-    num_unended: int = 0
-
-    def lines(self) -> list[str]:
-        """Returns the report as short sentences; what did not happen is not mentioned."""
-        share = 100 * self.num_supervised / max(self.num_tokens, 1)
-        lines = [
-            f"{self.source}: {_rows(self.num_rows)} of {self.format}, {self.num_tokens:,} tokens, "
-            f"{self.num_supervised:,} of them trained on ({share:.0f}%)",
-            f"lengths: median {self.median_length:,.0f}, longest {self.max_length:,} tokens",
-        ]
-        if self.truncated:
-            lines.append(
-                f"cut to {self.limit:,} tokens (data.max_length): {_rows(sum(self.truncated.values()))}, "
-                f"which lost {_counts(self.truncated)}"
-            )
-        if self.dropped:
-            lines.append(f"dropped: {_rows(sum(self.dropped.values()))}: {_counts(self.dropped)}")
-        if self.num_unended:
-            lines.append(
-                f"answers that this chat template ends with no token: {self.num_unended:,}; "
-                "they do not teach the model where to stop"
-            )
-        return lines
 
 
 def load_examples(
@@ -80,94 +25,93 @@ def load_examples(
     None for rows of tokens. vocab_size: ids from 0 to vocab_size - 1 are valid.
 
     Raises:
-        InputError: a row or a key is wrong (with file and line, or the key), or no row can be trained on.
+        InputError: a row or a key is wrong (with file and line, or the key), the rows are for another
+            objective, or no row can be trained on.
     """
-    if cfg.train_on not in TRAIN_ON:
-        raise InputError(f"data.train_on={cfg.train_on}: must be one of {', '.join(TRAIN_ON)}.")
-    columns = dict(cfg.columns or {})
-    check_columns(columns)
-    limit = Limit(cfg.max_length, cfg.truncate, getattr(tokenizer, "bos_token_id", None))
-    rows = read_rows(source, columns)
-    format = find_format(next(iter(rows)), cfg.format)
-    encoder = _RowEncoder(tokenizer, vocab_size, cfg.train_on)
-    report = DataReport(_source_name(source), format, cfg.max_length, num_rows=len(rows))
+    rows, form, report = _open(source, cfg, "examples")
+    limit, encoder = _limit(cfg, tokenizer), RowEncoder(tokenizer, vocab_size, cfg.train_on)
     examples = []
     for row in rows:
-        tokens, mask = encoder.encode(type_row(row, format, vocab_size))
+        tokens, mask = encoder.encode(type_row(row, form.format, vocab_size))
         fitted = fit(tokens, mask, limit, row.where)
-        if fitted.dropped:
-            report.dropped[fitted.dropped] += 1
-            continue
-        if fitted.lost:
-            report.truncated[fitted.lost] += 1
-        examples.append(Example(fitted.tokens, fitted.mask, row.where))
-    if not examples:
+        if report.keeps(fitted):
+            examples.append(Example(fitted.tokens, fitted.mask, row.where))
+    return examples, _closed(report, examples, encoder, cfg)
+
+
+def load_pairs(
+    source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
+) -> tuple[list[Pair], DataReport]:
+    """Returns the pairs of a preference data set in the order of its rows, and what became of the rows.
+
+    Arguments and errors as `load_examples`. Trained are the answers: with `cfg.train_on` "last_assistant"
+    only their last turns.
+    """
+    rows, form, report = _open(source, cfg, "pairs")
+    limit, encoder = _limit(cfg, tokenizer), RowEncoder(tokenizer, vocab_size, cfg.train_on)
+    pairs = []
+    for row in rows:
+        typed = type_pair(row, form, vocab_size)
+        pair = split_pair(encoder.encode(typed.chosen), encoder.encode(typed.rejected), row.where)
+        fitted = fit_pair(pair, limit)
+        if report.keeps(fitted):
+            pairs.append(fitted.pair)
+    return pairs, _closed(report, pairs, encoder, cfg)
+
+
+def load_unpaired(
+    source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
+) -> tuple[list[Unpaired], DataReport]:
+    """Returns the labelled answers of a data set in the order of its rows, and what became of the rows.
+
+    Arguments and errors as `load_pairs`.
+    """
+    rows, form, report = _open(source, cfg, "unpaired")
+    limit, encoder = _limit(cfg, tokenizer), RowEncoder(tokenizer, vocab_size, cfg.train_on)
+    answers = []
+    for row in rows:
+        typed = type_unpaired(row, form, vocab_size)
+        tokens, mask = encoder.encode(typed.answer)
+        fitted = fit(tokens, mask, limit, row.where)
+        if report.keeps(fitted):
+            answers.append(split_unpaired(fitted.tokens, fitted.mask, typed.label, row.where))
+    return answers, _closed(report, answers, encoder, cfg)
+
+
+def check_objective(source: Any, cfg: DataConfig, objective: str) -> None:
+    """Checks by the first row of a data set, before a model is loaded, that its rows fit the objective.
+
+    Raises:
+        InputError: the file or its first row cannot be read, or the row is for another objective, which
+            the text names.
+    """
+    kind = next(kind for kind, names in OBJECTIVES.items() if objective in names)
+    row = first_row(source, cfg.columns)
+    check_kind(row, find_form(row, cfg.format, kind), kind)
+
+
+def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Rows, Form, DataReport]:
+    """Returns a set's rows, their form, and a report that has only begun; the keys of `cfg` are checked."""
+    if cfg.train_on not in TRAIN_ON:
+        raise InputError(f"data.train_on={cfg.train_on}: must be one of {', '.join(TRAIN_ON)}.")
+    if cfg.train_on == "all" and kind != "examples":
         raise InputError(
-            f"{report.source}: nothing to train on in {_rows(report.num_rows)}: {_counts(report.dropped)}. "
-            f"Check the masks, data.max_length={cfg.max_length} and data.truncate={cfg.truncate}."
+            "data.train_on=all: objectives that compare answers train on answers only. Leave it out, or say "
+            "assistant or last_assistant."
         )
-    _add_sizes(report, examples)
+    check_columns(dict(cfg.columns or {}))
+    rows = read_rows(source, cfg.columns)
+    first = next(iter(rows))
+    form = find_form(first, cfg.format, kind)
+    check_kind(first, form, kind)
+    return rows, form, DataReport(source_name(source), form.format, cfg.max_length, kind, len(rows))
+
+
+def _limit(cfg: DataConfig, tokenizer: Any) -> Limit:
+    return Limit(cfg.max_length, cfg.truncate, getattr(tokenizer, "bos_token_id", None))
+
+
+def _closed(report: DataReport, rows: list, encoder: RowEncoder, cfg: DataConfig) -> DataReport:
+    report.close(rows, cfg)
     report.num_unended = encoder.num_unended
-    return examples, report
-
-
-class _RowEncoder:
-    """Encodes rows of every format; the encoders are made when the first row asks for them."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int, train_on: str):
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._train_on = train_on
-        self._chat: ChatEncoder | None = None
-        self._text: TextEncoder | None = None
-        self.num_unended = 0
-
-    def encode(self, row: TypedRow) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens (T,) int32, mask (T,) bool)."""
-        if isinstance(row, TokenRow):  # ids and mask are what the file says, whatever train_on
-            return np.array(row.tokens, dtype=np.int32), np.array(row.mask, dtype=bool)
-        if self._tokenizer is None:
-            raise InputError(
-                f"{row.where}: text needs a tokenizer; only rows of tokens (data.format=tokens) do without."
-            )
-        tokens, mask = self._encode_words(row)
-        highest = int(tokens.max())
-        if highest >= self._vocab_size:
-            raise InputError(
-                f"{row.where}: the tokenizer gives token {highest}, and the model's vocabulary ends at "
-                f"{self._vocab_size - 1}. This tokenizer is not the model's."
-            )
-        return tokens, mask
-
-    def _encode_words(self, row: ChatRow | CompletionRow | TextRow) -> tuple[np.ndarray, np.ndarray]:
-        if isinstance(row, ChatRow):
-            self._chat = self._chat or ChatEncoder(self._tokenizer)
-            chat = self._chat.encode(row, self._train_on)
-            self.num_unended += chat.num_unended
-            return chat.tokens, chat.mask
-        self._text = self._text or TextEncoder(self._tokenizer)
-        if isinstance(row, CompletionRow):
-            return self._text.encode_completion(row, self._train_on)
-        return self._text.encode_text(row)
-
-
-def _add_sizes(report: DataReport, examples: list[Example]) -> None:
-    lengths = np.array([len(example.tokens) for example in examples])
-    report.num_examples = len(examples)
-    report.num_tokens = int(lengths.sum())
-    report.num_supervised = sum(example.num_supervised for example in examples)
-    report.max_length = int(lengths.max())
-    report.median_length = float(np.median(lengths))
-
-
-def _source_name(source: Any) -> str:
-    names = [source] if isinstance(source, str) or not hasattr(source, "__len__") else list(source)
-    return str(names[0]) if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"
-
-
-def _counts(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
+    return report

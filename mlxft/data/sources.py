@@ -65,11 +65,23 @@ def read_rows(source: Any, columns: dict[str, str] | None = None) -> Rows:
             held["row"].append(text)
             keys.update(dict.fromkeys(values))
         if len(held["row"]) == before:
-            raise InputError(f"{name}: the file holds no rows. Write one JSON object a line.")
+            raise InputError(_no_rows(name))
     columns = dict(columns or {})
     _check_columns(columns, list(keys), names)
     features = Features({"file": Value("int32"), "line": Value("int64"), "row": Value("large_string")})
     return Rows(Dataset.from_dict(held, features=features), names, columns)
+
+
+def first_row(source: Any, columns: dict[str, str] | None = None) -> Row:
+    """Returns the first row of `source` without reading on; arguments and errors as `read_rows`."""
+    name = _file_names(source)[0]
+    for line, _, values in _read_lines(name):
+        return Row(_rename(values, dict(columns or {})), f"{name}:{line}")
+    raise InputError(_no_rows(name))
+
+
+def _no_rows(name: str) -> str:
+    return f"{name}: the file holds no rows. Write one JSON object a line."
 
 
 def _file_names(source: Any) -> list[str]:

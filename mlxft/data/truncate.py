@@ -64,11 +64,7 @@ def fit(tokens: np.ndarray, mask: np.ndarray, limit: Limit, where: str) -> Fitte
         return Fitted(tokens, mask, dropped=UNTRAINED)
     if len(tokens) <= limit.max_length:
         return Fitted(tokens, mask)
-    if limit.policy == "error":
-        raise InputError(
-            f"{where}: {len(tokens)} tokens, and data.max_length is {limit.max_length}. Raise it, shorten "
-            "the row, or choose what to do with long rows: data.truncate=prompt_left, right or drop."
-        )
+    check_length(len(tokens), limit, where)
     if limit.policy == "drop":
         return Fitted(tokens, mask, dropped=TOO_LONG)
     if limit.policy == "prompt_left":
@@ -77,6 +73,15 @@ def fit(tokens: np.ndarray, mask: np.ndarray, limit: Limit, where: str) -> Fitte
     if not mask[kept][1:].any():
         return Fitted(tokens, mask, dropped=ANSWER_BEYOND)
     return Fitted(tokens[kept], mask[kept], lost=_end_lost(mask, limit.max_length))
+
+
+def check_length(length: int, limit: Limit, where: str) -> None:
+    """Raises InputError when a row is too long and the policy is error."""
+    if limit.policy == "error" and length > limit.max_length:
+        raise InputError(
+            f"{where}: {length} tokens, and data.max_length is {limit.max_length}. Raise it, shorten "
+            "the row, or choose what to do with long rows: data.truncate=prompt_left, right or drop."
+        )
 
 
 def _cut_prompt_left(tokens: np.ndarray, mask: np.ndarray, limit: Limit) -> Fitted:

@@ -41,14 +41,15 @@ def test_keys_of_no_format_are_listed():
 
 def test_an_unknown_format_is_an_error():
     with pytest.raises(
-        InputError, match=r"^data\.format=chat: must be auto, messages, completion, text, tokens"
+        InputError,
+        match=r"^data\.format=chat: must be auto, messages, completion, text, preference, unpaired, tokens",
     ):
         find_format(row(text="a"), "chat")
 
 
 def test_columns_can_only_be_mapped_to_names_that_are_read():
     check_columns({"prompt": "question", "completion": "answer", "tools": "functions"})
-    with pytest.raises(InputError, match=r"^data\.columns\.promt: .*messages, tools, prompt, completion"):
+    with pytest.raises(InputError, match=r"^data\.columns\.promt: .*chosen, rejected, prompt, .*messages"):
         check_columns({"promt": "question"})
 
 
