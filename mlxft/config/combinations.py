@@ -57,6 +57,11 @@ def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "data.format", f"{form} rows are for trainer.objective={others}, not {objective}"
     if settings["trainer.layout"] == "prefix_shared" and objective not in PAIR_OBJECTIVES:
         yield "trainer.layout", f"the rows of {objective} share no prompts; use packed"
+    if settings["data.batch_tokens"] is not None:
+        if settings["trainer.layout"] != "packed":
+            yield "data.batch_tokens", "only packed rows fill a number of tokens; give trainer.layout=packed"
+        if "data.batch_size" in given:
+            yield "data.batch_size", "data.batch_tokens says how much a micro-batch holds; leave one of them out"
     if own and "data.train_on" in given:
         yield "data.train_on", f"{objective} trains on the answers; leave it out"
 

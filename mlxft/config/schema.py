@@ -25,6 +25,7 @@ class DataConfig:
     max_length: int = 2048  # tokens of a row
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
     batch_size: int = 4  # rows of a micro-batch
+    batch_tokens: Optional[int] = None  # with packed: as many rows as fit so many tokens, not batch_size
     shuffle: bool = True  # false: in file order
     train_on: str = "assistant"  # whose turns are targets: assistant | last_assistant | all
     columns: dict[str, str] = field(default_factory=dict)  # {our name: their name}

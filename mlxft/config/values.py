@@ -180,6 +180,7 @@ RULES: dict[str, Rule] = {
     "data.valid": _files,
     "data.format": one_of(choices.FORMATS),
     "data.max_length": within(2),
+    "data.batch_tokens": within(1),
     "data.truncate": one_of(choices.TRUNCATIONS),
     "data.batch_size": within(1),
     "data.train_on": one_of(choices.TRAIN_ON),

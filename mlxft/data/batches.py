@@ -62,5 +62,61 @@ class BatchOrder:
         return max(self.epoch(0), key=lambda rows: len(rows) * int(self._lengths[rows].max()))
 
 
+class PackedOrder:
+    """Micro-batches of up to `batch_tokens` forwarded positions, whatever number of rows that is.
+
+    Rows are put together once, longest first, each into the first micro-batch with room for it, so that
+    little of any is left over; with `shuffle` every epoch has them in an order of its own, a pure
+    function of (seed, epoch). Without, they come in the order of their first rows.
+
+    lengths: (N,) tokens of each row; a row forwards all but its last.
+
+    Raises:
+        InputError: no rows, or one that alone is more than `batch_tokens`.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_tokens: int, shuffle: bool, seed: int):
+        positions = np.asarray(lengths, dtype=np.int64) - 1
+        if len(positions) == 0:
+            raise InputError("There are no rows to make batches of.")
+        if positions.max() > batch_tokens:
+            raise InputError(
+                f"data.batch_tokens={batch_tokens} has no room for the longest row, which forwards "
+                f"{positions.max()} positions. Raise it, or lower data.max_length."
+            )
+        self._shuffle = shuffle
+        self._seed = seed
+        self._positions = positions
+        self._batches = sorted(_first_fit(positions, batch_tokens))
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._batches)
+
+    def epoch(self, n: int) -> list[list[int]]:
+        """Returns the rows' indices of each micro-batch of epoch `n` (from 0)."""
+        if not self._shuffle:
+            return self._batches
+        random = np.random.default_rng(np.random.SeedSequence([self._seed, n, _ORDER_STREAM]))
+        return [self._batches[place] for place in random.permutation(self.num_batches)]
+
+    def longest(self) -> list[int]:
+        """Returns the rows of the batch that is largest to forward."""
+        return max(self._batches, key=lambda rows: int(self._positions[rows].sum()))
+
+
+def _first_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
+    """Returns the indices of each bin, in their order, largest first into the first bin with room."""
+    free = np.full(len(sizes), room, np.int64)
+    bins: list[list[int]] = []
+    for place in np.argsort(-sizes, kind="stable"):
+        into = int(np.argmax(free[: len(bins) + 1] >= sizes[place]))
+        if into == len(bins):
+            bins.append([])
+        free[into] -= sizes[place]
+        bins[into].append(int(place))
+    return [sorted(rows) for rows in bins]
+
+
 def _cut(rows: np.ndarray, size: int) -> list[list[int]]:
     return [rows[begin : begin + size].tolist() for begin in range(0, len(rows), size)]

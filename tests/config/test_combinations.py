@@ -121,6 +121,8 @@ def test_a_hub_id_is_not_looked_for_on_the_disk(rows):
         (["data.format=preference"], "preference rows are for trainer.objective=dpo, orpo, cpo, simpo"),
         (["trainer=prefix_shared"], "the rows of sft share no prompts; use packed"),
         (["trainer=orpo", "data.train_on=all"], "orpo trains on the answers"),
+        (["data.batch_tokens=512"], "only packed rows fill a number of tokens"),
+        (["trainer=packed", "data.batch_tokens=512", "data.batch_size=8"], "leave one of them out"),
         (["loss.beta=0.2"], "sft does not use it"),
         (["trainer=orpo", "loss.gamma=1"], "orpo does not use it (it is for simpo)"),
         (["trainer=cpo", "loss.reference=start"], "cpo does not use it (it is for dpo, kto)"),

@@ -1,16 +1,10 @@
-"""The order of micro-batches and the shape of one."""
+"""Which rows are in which micro-batch, epoch by epoch."""
 
 import numpy as np
 import pytest
 
-from mlxft.data.batches import BatchOrder
-from mlxft.data.example import Example
+from mlxft.data.batches import BatchOrder, PackedOrder
 from mlxft.errors import InputError
-
-
-def example(*tokens, mask=None):
-    mask = np.ones(len(tokens), dtype=bool) if mask is None else np.array(mask, dtype=bool)
-    return Example(np.array(tokens, dtype=np.int32), mask, "rows.jsonl:1")
 
 
 def random_lengths(num_rows, seed=0):
@@ -90,3 +84,33 @@ def test_nonsense_is_refused():
         BatchOrder([1], 1, True, -1)
     with pytest.raises(InputError, match="no rows"):
         BatchOrder([], 1, True, 0)
+
+
+def test_packing_puts_every_row_into_one_batch_and_none_is_over_full():
+    lengths = np.random.default_rng(0).integers(2, 200, 300)
+    order = PackedOrder(lengths, batch_tokens=256, shuffle=True, seed=0)
+    for epoch in (0, 1):
+        batches = order.epoch(epoch)
+        assert sorted(row for rows in batches for row in rows) == list(range(300))
+        assert max((lengths[rows] - 1).sum() for rows in batches) <= 256
+    assert order.epoch(0) != order.epoch(1)
+    assert order.epoch(0) == PackedOrder(lengths, 256, True, 0).epoch(0)
+
+
+def test_packing_leaves_little_room():
+    """Longest first: the 300 rows need no more than one batch above the fewest there can be."""
+    lengths = np.random.default_rng(0).integers(2, 200, 300)
+    fewest = -(-(lengths - 1).sum() // 256)
+    assert PackedOrder(lengths, 256, False, 0).num_batches <= fewest + 1
+
+
+def test_packing_by_hand():
+    """Positions 6, 5, 4, 3, 2 into 10: 6 + 4, 5 + 3 + 2."""
+    order = PackedOrder([7, 6, 5, 4, 3], batch_tokens=10, shuffle=False, seed=0)
+    assert order.epoch(3) == [[0, 2], [1, 3, 4]]
+    assert order.longest() == [0, 2]
+
+
+def test_a_row_without_room_is_refused():
+    with pytest.raises(InputError, match="no room for the longest row, which forwards 11 positions"):
+        PackedOrder([5, 12], batch_tokens=10, shuffle=True, seed=0)
