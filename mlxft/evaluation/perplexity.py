@@ -16,17 +16,17 @@ from mlxft.config.schema import Config, DataConfig
 from mlxft.data.example import Example
 from mlxft.data.formats import find_format
 from mlxft.data.load import load_examples
-from mlxft.data.sources import read_rows
+from mlxft.data.sources import first_row
 from mlxft.errors import EXIT_DONE, GuardStop
 from mlxft.evaluation import text_windows
 from mlxft.evaluation.adapted import load_adapted
+from mlxft.layouts.arrange import Arranger
 from mlxft.layouts.cache import TrainingCache
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.segmented.gradients import hidden_states, trained_head
-from mlxft.training import objectives
-from mlxft.training.objectives.common import target_logps
+from mlxft.training.objectives.common import HeadPlan, target_logps
 from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
 
@@ -54,7 +54,9 @@ class Evaluation:
 
 
 def evaluate(decoder: DecoderView, batches: Iterable[Sequence[Example]], objective: Sft) -> Evaluation:
-    """Returns what the model makes of the batches; logits exist for one chunk of the head at a time.
+    """Returns what the model makes of batches of rows; logits exist for one chunk of the head at a time.
+
+    objective: how the rows are forwarded.
 
     Raises: GuardStop where the loss is not finite.
     """
@@ -73,7 +75,7 @@ def token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft)
     prepared = objective.prepare(batch, counts)
     hidden = hidden_states(decoder, prepared.inputs["tokens"], TrainingCache(prepared.layout))
     logps = target_logps(objective.head, trained_head(decoder), hidden, prepared.inputs)
-    return -np.array(logps, dtype=np.float64)[: counts["tokens"]]
+    return -np.array(logps, dtype=np.float64)[: int(counts["tokens"])]  # without what rounds up
 
 
 def _summed_up(losses: np.ndarray, rows: int, seconds: float) -> Evaluation:
@@ -157,7 +159,9 @@ def evaluate_config(config: Config) -> Report:
     examples, num_rows = _load_rows(source, config.data, folder)
     made = view(load_adapted(config, folder))
     batches = fixed_batches(examples, config.data.batch_size)
-    objective = objectives.build(config, shape_multiple())
+    head = HeadPlan(config.head.kind, config.head.chunk)
+    layout = "padded" if config.trainer.layout == "auto" else config.trainer.layout
+    objective = Sft(head, Arranger(layout, shape_multiple()))
     evaluation = evaluate(made, _with_progress(batches), objective)
     adapter = config.adapter.init_from
     return Report(evaluation, num_rows, len(examples), config.model.path, adapter, source)
@@ -166,7 +170,7 @@ def evaluate_config(config: Config) -> Report:
 def _load_rows(source: Any, cfg: DataConfig, folder: Path) -> tuple[list[Example], int]:
     """Returns the rows to forward, long texts cut into windows, and how many rows of the file they are."""
     tokenizer = load_tokenizer(folder, required=cfg.format != "tokens")
-    is_text = find_format(next(iter(read_rows(source, cfg.columns))), cfg.format) == "text"
+    is_text = find_format(first_row(source, cfg.columns), cfg.format) == "text"
     loaded = replace(cfg, max_length=sys.maxsize) if is_text else cfg
     examples, report = load_examples(source, loaded, tokenizer, vocabulary_size(folder))
     for line in report.lines()[2:]:  # after the sizes: what was cut or dropped

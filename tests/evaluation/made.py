@@ -72,7 +72,7 @@ def merged(model_folder: Path, adapter_model: nn.Module) -> nn.Module:
     return model
 
 
-def mlxft(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+def mlxft(*arguments: str, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess:
     """Runs the command in a process of its own, in `folder`."""
     return subprocess.run(
         [sys.executable, "-m", "mlxft", *arguments],
@@ -80,5 +80,5 @@ def mlxft(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
         text=True,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
+        timeout=timeout,
     )
