@@ -3,18 +3,20 @@
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 
-from mlxft.config.schema import Config, DataConfig
-from mlxft.data.example import Example
-from mlxft.data.load import load_examples
+from mlxft.config.choices import PAIR_OBJECTIVES
+from mlxft.config.schema import Config
+from mlxft.data.load import load_examples, load_pairs, load_unpaired
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.training.objectives.common import Row
+from mlxft.training.objectives.unpaired import mismatch
 
 log = logging.getLogger("mlxft")
 
@@ -23,23 +25,32 @@ log = logging.getLogger("mlxft")
 class Rows:
     """The rows to train on and those to validate with, which may be none."""
 
-    train: list[Example]
-    valid: list[Example]
+    train: list[Row]
+    valid: list[Row]
 
     def fingerprints(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
         return {"train": _fingerprint(self.train), "valid": _fingerprint(self.valid) if self.valid else None}
 
 
-def load_rows(data: DataConfig, tokenizer: Any, vocabulary: int) -> Rows:
-    """Returns the rows of `data.train` and `data.valid`. Raises: InputError with file and line."""
-    train, report = load_examples(data.train, data, tokenizer, vocabulary)
-    _log_lines("training rows", report.lines())
-    valid: list[Example] = []
-    if data.valid is not None:
-        valid, report = load_examples(data.valid, data, tokenizer, vocabulary)
-        _log_lines("validation rows", report.lines())
-    return Rows(train, valid)
+def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
+    """Returns the rows of `data.train` and `data.valid` for the objective.
+
+    Raises: InputError with file and line.
+    """
+    data, objective = config.data, config.trainer.objective
+    load = (
+        load_pairs if objective in PAIR_OBJECTIVES else load_unpaired if objective == "kto" else load_examples
+    )
+
+    def loaded(source: Any, name: str) -> list[Row]:
+        rows, report = load(source, data, tokenizer, vocabulary)
+        for line in report.lines():
+            log.info("%s: %s", name, line)
+        return mismatch(rows) if objective == "kto" else rows
+
+    train = loaded(data.train, "training rows")
+    return Rows(train, loaded(data.valid, "validation rows") if data.valid is not None else [])
 
 
 def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterReport]:
@@ -51,17 +62,14 @@ def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterRepo
     return made, report
 
 
-def _fingerprint(rows: Sequence[Example]) -> str:
+def _fingerprint(rows: Sequence[Row]) -> str:
+    """Returns a digest of every array and label of every row, in order."""
     digest = hashlib.sha256()
     for row in rows:
-        for name, value in vars(row).items():
-            if isinstance(value, np.ndarray | bool):
-                array = np.asarray(value)
-                digest.update(f"{name} {array.dtype} {array.shape} ".encode())
-                digest.update(array.tobytes())
+        for field in fields(row):
+            value = getattr(row, field.name)
+            if isinstance(value, np.ndarray):
+                digest.update(len(value).to_bytes(8, "little") + value.tobytes())
+            elif isinstance(value, bool):
+                digest.update(bytes([value]))
     return digest.hexdigest()
-
-
-def _log_lines(what: str, lines: Sequence[str]) -> None:
-    for line in lines:
-        log.info("%s: %s", what, line)

@@ -8,8 +8,9 @@ rows are never scored twice.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,21 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from mlxft.config.schema import Config
 from mlxft.models.decoder import DecoderView
+from mlxft.models.decoder import view as checked_view
+from mlxft.models.load import load_model
 from mlxft.models.lora import adapter_disabled
+from mlxft.models.resolve import resolve
 from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")
 
+# Bumped when the values of the same model and rows change.
+_VERSION = 1
+
 # Enters the reference policy, given the view of the one in training, and gives the view to score with.
 Reference = Callable[[DecoderView], AbstractContextManager[DecoderView]]
-# Scores rows under a view: (rows, values a row) float32.
-Score = Callable[[DecoderView, Sequence[Any]], np.ndarray]
 
 
 @contextmanager
@@ -63,29 +69,67 @@ def another_model(other: DecoderView) -> Reference:
     return use
 
 
-def score_once(view: DecoderView, rows: Sequence[Any], batch_size: int, score: Score, key: str) -> np.ndarray:
-    """Returns the reference's values of every row, in the rows' order, from the disk if they were kept.
+def make(config: Config, view: DecoderView) -> Reference:
+    """Returns the reference that `loss.reference` names, for the policy as it is before training.
 
-    score: scores a batch under the reference. key: stands for all that the values depend on.
+    base: the policy without its adapter; all of it as it is now where every weight is trained. start: the
+    policy as it is now. Anything else is the path of a model. Raises: InputError if that cannot be loaded.
     """
+    named = config.loss.reference
+    if named == "start" or (named == "base" and config.adapter.kind == "full"):
+        return as_at_start(view)
+    if named == "base":
+        return adapter_off
+    model, _ = load_model(resolve(named), config.model.dtype)
+    return another_model(checked_view(model))
+
+
+def with_references(objective, view: DecoderView, rows: list[Any], config: Config, folder: Path) -> list[Any]:
+    """Returns the rows with their reference log-probabilities, from the disk if they were kept.
+
+    folder: the policy's model. The same model, adapter, rows and settings are scored once, ever.
+    """
+    named = config.loss.reference
+    scored_model = folder if named in ("base", "start") else resolve(named)
+    started_from = Path(config.adapter.init_from) if named == "start" and config.adapter.init_from else None
+    key = _key(
+        _VERSION,
+        scored_model,
+        started_from,
+        named == "start" and config.adapter,
+        config.model.dtype,
+        config.trainer.objective,
+        objective.arranger,
+        [_arrays(row) for row in rows],
+    )
     path = _cache_folder() / f"{key}.npy"
     if path.exists():
         values = np.load(path)
-        if len(values) == len(rows):
-            log.info("reference log-probabilities: taken from %s", path)
-            return values
-    log.info("reference log-probabilities: scoring %d rows once", len(rows))
+        log.info("reference log-probabilities of %d rows: as kept in %s", len(rows), path)
+    else:
+        log.info(
+            "reference log-probabilities of %d rows: computed once and kept in %s", len(rows), path.parent
+        )
+        values = _score(objective, view, rows, config.data.batch_size)
+        _keep(path, values)
+    return [replace(row, ref_logps=tuple(both)) for row, both in zip(rows, values, strict=True)]
+
+
+def _score(objective, view: DecoderView, rows: list[Any], batch_size: int) -> np.ndarray:
+    """Returns the reference's values (N, 2) float32 in the order of the rows."""
     place = {id(row): index for index, row in enumerate(rows)}
-    found: dict[int, np.ndarray] = {}
+    values = np.zeros((len(rows), 2), np.float32)
     for batch in fixed_batches(rows, batch_size):
-        found |= {place[id(row)]: values for row, values in zip(batch, score(view, batch), strict=True)}
-    values = np.stack([found[index] for index in range(len(rows))]).astype(np.float32)
-    _keep(path, values)
+        values[[place[id(row)] for row in batch]] = objective.reference_logps(view, batch)
     return values
 
 
-def key_of(*parts: Any) -> str:
-    """Returns a name for what reference values depend on; files count by name, size and time."""
+def _arrays(row: Any) -> list[bytes]:
+    return [value.tobytes() for value in vars(row).values() if isinstance(value, np.ndarray)]
+
+
+def _key(*parts: Any) -> str:
+    """Returns a name for what values depend on; the files of a folder count by name, size and time."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):

@@ -4,14 +4,15 @@ import json
 import logging
 import shutil
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from mlxft.backend import backend, shape_multiple
 from mlxft.config import to_yaml
+from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
-from mlxft.data.batches import BatchOrder
+from mlxft.data.batches import BatchOrder, PackedOrder
 from mlxft.errors import InputError, MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
@@ -23,10 +24,13 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import load_rows, load_trained
+from mlxft.training.inputs import Rows, load_rows, load_trained
+from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory
 from mlxft.training.metrics import MetricsFile
+from mlxft.training.reference import make as make_reference
+from mlxft.training.reference import with_references
 from mlxft.training.samples import answer_all, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
@@ -84,7 +88,7 @@ class _Run:
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
         self.tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
-        self.rows = load_rows(config.data, self.tokenizer, vocabulary_size(folder))
+        self.rows = load_rows(config, self.tokenizer, vocabulary_size(folder))
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
         self.windows = self._windows()
@@ -97,6 +101,7 @@ class _Run:
         self.view, self.report = load_trained(config, folder)
         if start.continuation:
             start.continuation.check_adapter(self.report)
+        self._make_objective(folder)
         self.memory = StepMemory()
 
     def train(self) -> str:
@@ -116,13 +121,33 @@ class _Run:
 
     def _windows(self) -> Windows:
         data, trainer, rows = self.config.data, self.config.trainer, self.rows.train
-        order = BatchOrder([row.num_tokens for row in rows], data.batch_size, data.shuffle, trainer.seed)
+        lengths = [row.num_tokens for row in rows]
+        if data.batch_tokens is not None:
+            order = PackedOrder(lengths, data.batch_tokens, data.shuffle, trainer.seed)
+        else:
+            order = BatchOrder(lengths, data.batch_size, data.shuffle, trainer.seed)
         return Windows(rows, order, trainer.accumulate)
+
+    def _make_objective(self, folder: Path) -> None:
+        """Sets the objective, and gives the rows what it needs to know of them before training."""
+        config, objective = self.config, self.config.trainer.objective
+        layout = config.trainer.layout
+        if layout == "auto":
+            layout = choose_layout(
+                objective, self.rows.train, getattr(self.view, "layouts", frozenset(["prefix_shared"]))
+            )
+        reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
+        self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
+        if reference is not None and config.loss.reference_scored == "once":
+            train, valid = (
+                with_references(self.objective, self.view, rows, config, folder) if rows else []
+                for rows in (self.rows.train, self.rows.valid)
+            )
+            self.rows = Rows(train, valid)
+            self.windows = replace(self.windows, rows=train)
 
     def _stepper(self) -> Stepper:
         trainer = self.config.trainer
-        layout = "padded" if trainer.layout == "auto" else trainer.layout
-        self.objective = objectives.build(self.config, Arranger(layout, shape_multiple()))
         stepper = Stepper(
             self.objective,
             self._gradient(),
@@ -137,7 +162,7 @@ class _Run:
     def _gradient(self) -> Gradient:
         trainer = self.config.trainer
         kind = "whole" if trainer.gradient == "auto" else trainer.gradient
-        log.info("gradient: %s; layout: %s", kind, trainer.layout)
+        log.info("gradient: %s; layout: %s", kind, self.objective.arranger.layout)
         if trainer.log_memory:
             self.memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)
         observer = self.memory if trainer.log_memory else None

@@ -111,9 +111,13 @@ class PairObjective(ABC):
         """Returns the pairs with their reference log-probabilities, computed where they are not there."""
         if all(pair.ref_logps is not None for pair in pairs):
             return pairs
-        with self.reference(view) as reference:
-            scored = self.answer_logps(reference, pairs)
+        scored = self.reference_logps(view, pairs)
         return [replace(pair, ref_logps=tuple(both)) for pair, both in zip(pairs, scored, strict=True)]
+
+    def reference_logps(self, view: DecoderView, pairs: Sequence[Pair]) -> np.ndarray:
+        """Returns the reference's log-probabilities (P, 2) float32 of chosen and rejected answers."""
+        with self.reference(view) as reference:
+            return self.answer_logps(reference, pairs)
 
     def answer_logps(self, view: DecoderView, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the summed log-probabilities (P, 2) float32 of chosen and rejected answers under a view."""

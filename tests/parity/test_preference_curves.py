@@ -1,0 +1,74 @@
+"""Twenty steps of DPO and ORPO by `mlxft train` against TRL, PEFT and torch, in every layout."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxft.models.adapters import load_adapter
+from mlxft.models.load import load
+from tests.parity.pair_rows import pairs_of
+from tests.parity.test_curves import ADAPTER, HERE, MODEL, PLAIN, SLACK, relative
+from tests.runs import column, metrics, train, write_rows
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Reference log-probabilities of one test are not another's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def pair_file(path):
+    """Batch i of the curves is pairs 4 i to 4 i + 3."""
+    data = np.load(HERE / "curves_llama_untied.npz")
+    rows = []
+    for batch in range(4):
+        arrays = (data[f"pairs.{key}"][batch] for key in ("input_ids", "attention_mask", "completion_mask"))
+        rows += [
+            {
+                "prompt_ids": pair.prompt.tolist(),
+                "chosen_ids": pair.chosen.tolist(),
+                "rejected_ids": pair.rejected.tolist(),
+            }
+            for pair in pairs_of(*arrays)
+        ]
+    return write_rows(path, rows)
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded", "packed", "prefix_shared"])
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
+def test_twenty_steps_equal_trl(name, layout, tmp_path):
+    run_dir = tmp_path / "run"
+    overrides = [
+        *PLAIN,
+        ADAPTER,
+        f"trainer={name}",
+        f"trainer.layout={layout}",
+        "optimizer.lr=2e-3",
+        "data.shuffle=false",
+        "data.batch_size=4",
+        "trainer.max_steps=20",
+    ]
+    result = train(MODEL, pair_file(tmp_path / "pairs.jsonl"), run_dir, *overrides)
+    data, run = np.load(HERE / "curves_llama_untied.npz"), f"{name}_lora"
+    loss = column(run_dir, "loss")
+    assert relative(loss[:5], data[f"{run}.loss"][:5]) < 2e-5 * SLACK
+    assert relative(loss, data[f"{run}.loss"]) < 5e-5 * SLACK
+    assert relative(column(run_dir, "grad_norm"), data[f"{run}.grad_norm"]) < 5e-5 * SLACK
+
+    model, _ = load(str(MODEL), dtype="float32", tokenizer_required=False)
+    load_adapter(model, result.adapter)
+    logits = np.array(model(mx.array(data["sft.input_ids"][0])))
+    real = data["sft.attention_mask"][0].astype(bool)
+    assert relative(logits[real], data[f"{run}.final_logits"][real]) < 5e-5 * SLACK
+
+
+@pytest.mark.parametrize("when", ["once", "every_step"])
+def test_when_the_reference_is_scored_changes_nothing(when, tmp_path):
+    overrides = [ADAPTER, "trainer=dpo", "data.shuffle=false", "trainer.max_steps=3", "data.batch_size=4"]
+    data = pair_file(tmp_path / "pairs.jsonl")
+    train(MODEL, data, tmp_path / "first", *overrides)
+    train(MODEL, data, tmp_path / "again", *overrides, f"loss.reference_scored={when}")
+    first, again = (metrics(tmp_path / name, "train") for name in ("first", "again"))
+    for one, other in zip(first, again, strict=True):
+        numbers = {key: value for key, value in one.items() if key != "kind"}
+        assert {key: other[key] for key in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-6)
