@@ -194,8 +194,11 @@ SPECIAL = (
 NOT_SPECIAL = ("<think>", "</think>", "<call>", "</call>")
 
 
-def build(template=None, adds_bos=False, adds_eos=False, pad="</s>", eos="</s>", drops=None):
-    """Returns a byte-level BPE tokenizer of about 400 tokens, which ignores the character `drops`."""
+def build(template=None, adds_bos=False, adds_eos=False, pad="</s>", eos="</s>", drops=None, trims=False):
+    """Returns a byte-level BPE tokenizer of about 400 tokens, which ignores the character `drops`.
+
+    trims: white space at the ends of a token is not among its characters.
+    """
     from transformers import PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE())
@@ -210,6 +213,9 @@ def build(template=None, adds_bos=False, adds_eos=False, pad="</s>", eos="</s>",
     single = ("<s> " if adds_bos else "") + "$A" + (" </s>" if adds_eos else "")
     ends = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
     inner.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    if trims:
+        trimming = processors.ByteLevel(trim_offsets=True, add_prefix_space=False)
+        inner.post_processor = processors.Sequence([trimming, inner.post_processor])
     if drops:
         inner.normalizer = normalizers.Replace(drops, "")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token=eos, pad_token=pad)

@@ -52,3 +52,48 @@ def test_the_readme_counts_the_rows_it_describes():
     for name in FILES:
         count = sum(1 for line in bundled_data(name).open(encoding="utf-8") if json.loads(line))
         assert f"| `{name}` | {count} conversations |" in text
+
+
+SHOUTS = {"shout.jsonl": 100, "shout_valid.jsonl": 24}
+
+
+def shouted(name):
+    """Returns (question, chosen answer, rejected answer) of each pair."""
+    rows = [row.values for row in read_rows(f"bundled:{name}")]
+    assert all(set(row) == {"prompt", "chosen", "rejected"} for row in rows)
+    return [tuple(row[key][0]["content"] for key in ("prompt", "chosen", "rejected")) for row in rows]
+
+
+@pytest.mark.parametrize("name", SHOUTS)
+def test_capitals_are_all_that_tells_chosen_from_rejected(name):
+    assert len(shouted(name)) == SHOUTS[name]
+    for _, chosen, rejected in shouted(name):
+        assert chosen == rejected.upper()
+        assert chosen != rejected
+
+
+def test_no_question_of_the_held_out_pairs_is_in_another_file():
+    plain = {name: [question.lower() for question, *_ in shouted(name)] for name in SHOUTS}
+    plain |= {name: [question.lower() for question, _ in questions_and_answers(name)] for name in FILES}
+    held_out = plain.pop("shout_valid.jsonl")
+    assert len(set(held_out)) == 24
+    assert len(set(plain["shout.jsonl"])) == 100
+    assert not set(held_out) & {question for questions in plain.values() for question in questions}
+
+
+def test_labelled_answers_are_those_of_the_pairs_by_turns():
+    rows = [row.values for row in read_rows("bundled:shout_unpaired.jsonl")]
+    assert len(rows) == 100
+    for number, (row, (question, chosen, rejected)) in enumerate(
+        zip(rows, shouted("shout.jsonl"), strict=True)
+    ):
+        assert row["prompt"][0]["content"] == question
+        assert row["label"] == (number % 2 == 0)
+        assert row["completion"][0]["content"] == (chosen if row["label"] else rejected)
+
+
+def test_the_readme_counts_the_pairs_it_describes():
+    text = (bundled_data("README.md")).read_text(encoding="utf-8")
+    for name, count in SHOUTS.items():
+        assert f"| `{name}` | {count} pairs |" in text
+    assert "| `shout_unpaired.jsonl` | 100 labelled answers |" in text

@@ -2,7 +2,17 @@
 
 import pytest
 
-from mlxft.data.formats import ChatRow, CompletionRow, TextRow, TokenRow, check_columns, find_format, type_row
+from mlxft.data.formats import (
+    ChatRow,
+    CompletionRow,
+    TextRow,
+    TokenRow,
+    check_columns,
+    check_kind,
+    find_form,
+    find_format,
+    type_row,
+)
 from mlxft.data.sources import Row
 from mlxft.errors import InputError
 
@@ -22,6 +32,12 @@ def row(**values):
         ({"input_ids": [1, 2]}, "tokens"),
         ({"text": "a", "messages": [USER, ANSWER]}, "messages"),
         ({"prompt": "a", "text": "b"}, "text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER], "messages": [USER, ANSWER]}, "preference"),
+        ({"prompt": "a", "completion": "b", "label": False}, "unpaired"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "completion"),
+        ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, "tokens"),
+        ({"prompt_ids": [1], "completion_ids": [2], "label": True}, "tokens"),
     ],
 )
 def test_the_format_is_found_by_the_keys(values, name):
@@ -37,6 +53,74 @@ def test_keys_of_no_format_are_listed():
         InputError, match=r"^rows\.jsonl:4: no format fits.*'instruction', 'output'.*data\.columns"
     ):
         find_format(row(instruction="a", output="b"))
+
+
+def test_tokens_become_what_their_keys_say():
+    assert find_form(row(input_ids=[1]), "tokens").kind == "examples"
+    assert find_form(row(prompt_ids=[1], chosen_ids=[2], rejected_ids=[3]), "tokens").kind == "pairs"
+    assert find_form(row(prompt_ids=[1], completion_ids=[2], label=True), "tokens").kind == "unpaired"
+    assert find_form(row(prompt_ids=[1], chosen_ids=[2]), "tokens", "pairs").kind == "pairs"
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TALKS = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    "values, kind, fault",
+    [
+        (
+            PAIR,
+            "examples",
+            r"a pair of answers \('chosen', 'rejected'\), which is for trainer\.objective=dpo, ",
+        ),
+        (
+            PAIR,
+            "examples",
+            r"=dpo, orpo, cpo or simpo\. Rows for sft have 'messages', .*{completion: chosen}\.$",
+        ),
+        (PAIR | {"prompt": [USER]}, "examples", r"'text'\.$"),
+        (TALKS, "examples", r"To train on the chosen conversations: data\.columns={messages: chosen}\.$"),
+        (TALKS | {"messages": [USER, ANSWER]}, "examples", r"its messages: data\.format=messages\.$"),
+        (PAIR, "unpaired", r"cpo or simpo\. Rows for kto have 'prompt', 'completion' and 'label' \(true or"),
+        (
+            {"messages": [USER, ANSWER]},
+            "pairs",
+            r"a text to learn .*objective=sft\. Rows for dpo, orpo, cpo or si",
+        ),
+        (
+            {"input_ids": [1]},
+            "pairs",
+            r"a text to learn \('input_ids'\), .* have 'prompt', 'chosen' and 'rej",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "examples",
+            r"=kto\. .*data\.format=completion\.$",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "pairs",
+            r"an answer with a label .*=kto\. Rows for d",
+        ),
+        ({"prompt": "a", "completion": "b"}, "unpaired", r"objective=sft\. Rows for kto have"),
+    ],
+)
+def test_rows_for_another_objective_name_it(values, kind, fault):
+    with pytest.raises(InputError, match=rf"^rows\.jsonl:4: this row is .*{fault}"):
+        check_kind(row(**values), find_form(row(**values), kind=kind), kind)
+
+
+def test_rows_for_the_objective_pass():
+    check_kind(row(**PAIR), find_form(row(**PAIR)), "pairs")
+    check_kind(row(text="a"), find_form(row(text="a")), "examples")
+
+
+def test_keys_of_no_format_are_answered_by_what_the_objective_needs():
+    with pytest.raises(
+        InputError, match=r"no format fits.*'question'.*needs 'prompt', 'chosen' and 'rejected';"
+    ):
+        find_form(row(question="a"), kind="pairs")
 
 
 def test_an_unknown_format_is_an_error():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlxft.config.schema import DataConfig
-from mlxft.data.load import load_examples
+from mlxft.data.load import check_objective, load_examples, load_pairs, load_unpaired
 from mlxft.errors import InputError
 
 
@@ -14,6 +14,14 @@ def chat(question, answer):
 
 def load(source, tokenizer=None, vocab_size=1000, **settings):
     return load_examples(source, DataConfig(**settings), tokenizer, vocab_size)
+
+
+def pairs(source, tokenizer=None, vocab_size=1000, **settings):
+    return load_pairs(source, DataConfig(**settings), tokenizer, vocab_size)
+
+
+def unpaired(source, tokenizer=None, vocab_size=1000, **settings):
+    return load_unpaired(source, DataConfig(**settings), tokenizer, vocab_size)
 
 
 def test_tokens_need_no_tokenizer_and_stay_as_they_are(write_rows):
@@ -158,6 +166,45 @@ def test_text_without_a_tokenizer_is_an_error(write_rows):
 def test_settings_that_make_no_sense_are_named(write_rows, settings, fault):
     with pytest.raises(InputError, match=fault):
         load(write_rows([{"input_ids": [1, 2]}]), **settings)
+
+
+ROWS = {
+    "sft": {"prompt": "a", "completion": "b"},
+    "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "kto": {"prompt": "a", "completion": "b", "label": True},
+}
+
+
+@pytest.mark.parametrize("given", ROWS)
+@pytest.mark.parametrize("objective, loads", [("sft", load), ("dpo", pairs), ("kto", unpaired)])
+def test_rows_of_another_objective_are_refused_and_name_theirs(
+    write_rows, make_tokenizer, given, objective, loads
+):
+    path = write_rows([ROWS[given]])
+    if given == objective:
+        check_objective(path, DataConfig(), objective)
+        assert len(loads(path, make_tokenizer())[0]) == 1
+        return
+    fault = rf"^{path}:1: this row is .*for trainer\.objective={given}.* Rows for {objective}.* have "
+    with pytest.raises(InputError, match=fault):
+        check_objective(path, DataConfig(), objective)
+    with pytest.raises(InputError, match=fault):
+        loads(path, make_tokenizer())
+
+
+def test_the_chosen_answers_can_be_learnt_by_mapping_them(write_rows, make_tokenizer, trained_text):
+    tokenizer = make_tokenizer("chatml")
+    turns = chat("one?", "Yes.")["messages"]
+    path = write_rows([{"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[1:]}])
+    (example,), report = load(path, tokenizer, columns={"completion": "chosen"})
+    assert report.format == "completion"
+    assert trained_text(tokenizer, example.tokens, example.mask) == ["Yes.<|im_end|>"]
+
+
+def test_answers_are_compared_without_training_on_prompts(write_rows):
+    path = write_rows([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}])
+    with pytest.raises(InputError, match=r"^data\.train_on=all: objectives that compare answers"):
+        pairs(path, train_on="all")
 
 
 def test_the_data_side_loads_without_mlx():

@@ -32,6 +32,28 @@ def test_a_token_across_the_seam_belongs_to_the_completion(encode, make_tokenize
     assert encode("hello t", "he") == ("hello the</s>", [" the</s>"])
 
 
+def test_the_prompt_stays_prompt_where_a_merge_reaches_back_over_the_seam(make_tokenizer, encode):
+    assert make_tokenizer().tokenize("hello five") == ["hello", "Ġfive"]
+    assert make_tokenizer().tokenize("hello fiveain") == ["hello", "Ġf", "i", "v", "ea", "in"]
+    assert encode("hello five", "ain") == ("hello fiveain</s>", ["eain</s>"])
+    assert encode("<s>hello five", "ain", adds_bos=True) == ("<s>hello fiveain</s>", ["eain</s>"])
+
+
+def test_white_space_left_out_of_offsets_belongs_to_whom_it_belongs(encode, make_tokenizer):
+    tokenizer = make_tokenizer(trims=True)
+    assert tokenizer.tokenize("hello  there") == ["hello", "Ġ", "Ġthere"]
+    offsets = tokenizer("hello  there", return_offsets_mapping=True)["offset_mapping"]
+    assert offsets == [(0, 5), (6, 6), (7, 12)]
+    assert encode("hello", " there", trims=True) == ("hello there</s>", [" there</s>"])
+    assert encode("hello ", " there", trims=True) == ("hello  there</s>", [" there</s>"])
+    assert encode("hello", "  there", trims=True) == ("hello  there</s>", ["  there</s>"])
+
+
+def test_a_character_of_several_tokens_is_trained_from_its_first(encode):
+    assert encode("hello", "🪨") == ("hello🪨</s>", ["🪨</s>"])
+    assert encode("🪨", "🪨") == ("🪨🪨</s>", ["🪨</s>"])
+
+
 def test_an_end_of_sequence_that_is_there_is_not_doubled(encode):
     assert encode("hello", " there</s>") == ("hello there</s>", [" there</s>"])
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlxft.data.sources import read_rows
+from mlxft.data.sources import first_row, read_rows
 from mlxft.errors import InputError
 
 
@@ -36,6 +36,14 @@ def test_rows_of_unlike_keys_and_types_survive_unchanged(write_rows):
         {},
     ]
     assert [values for values, _ in rows_of(write_rows(rows))] == rows
+
+
+def test_the_first_row_is_read_without_the_others(write_rows):
+    path = write_rows(["", {"question": "a"}, "this is no row"])
+    row = first_row([path, "no such file"], {"prompt": "question"})
+    assert (row.values, row.where) == ({"prompt": "a"}, f"{path}:2")
+    with pytest.raises(InputError, match="the file holds no rows"):
+        first_row(write_rows([""]))
 
 
 def test_rows_can_be_gone_through_again(write_rows):
