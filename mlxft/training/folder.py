@@ -84,13 +84,18 @@ def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
     """A run from its first step, in the folder that was given or a new one."""
     if given is None:
         return Start(_enter_new(name, held))
-    _enter(given, held)
-    if any((given / left).exists() for left in _LEFT_BY_A_RUN):
+    if not _holds_a_run(given) or os.path.exists(given / LOCK):
+        _enter(given, held)  # which tells of a process that is in it
+    if _holds_a_run(given):
         raise InputError(
             f"run.dir={given} holds a run already. trainer.resume=auto continues it; "
             "another run.dir keeps both"
         )
     return Start(given)
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any(os.path.exists(folder / left) for left in _LEFT_BY_A_RUN)
 
 
 def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack) -> Start:

@@ -36,6 +36,7 @@ _FIXED = (
     "model.revision",
     "model.dtype",
     "data.batch_size",
+    "data.batch_tokens",
     "data.shuffle",
     "trainer.objective",
     "trainer.accumulate",
@@ -132,9 +133,9 @@ class Continuation:
         if fixed:
             self._refuse("was trained with other settings", fixed)
         for key in changed:
-            if key == "adapter.init_from":
+            if key == "adapter.init_from" and self._now["loss.reference"] != "start":
                 log.warning("resuming: adapter.init_from has no effect, the checkpoint has its weights")
-            elif key not in _JUDGED_LATER + _WITHOUT_EFFECT:
+            elif key == "adapter.init_from" or key not in _JUDGED_LATER + _WITHOUT_EFFECT:
                 log.warning(
                     "resuming with %s=%s (was %s): the run will differ from one never stopped",
                     key,

@@ -87,8 +87,9 @@ class _Run:
         self.start = start
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
+        vocabulary = vocabulary_size(folder)
         self.tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
-        self.rows = load_rows(config, self.tokenizer, vocabulary_size(folder))
+        self.rows = load_rows(config, self.tokenizer, vocabulary)
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
         self.windows = self._windows()
