@@ -165,7 +165,9 @@ def headings(page: Path) -> set[str]:
 
 
 def test_files_of_groups_that_are_named_exist():
-    rows = re.findall(r"^\| `(\w+)` \| (`.+?`) \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (`.+?`) \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE
+    )
     assert {group for group, _ in rows} >= {"model", "adapter", "optimizer", "schedule", "trainer", "head"}
     for group, files in rows:
         for file in re.findall(r"`(\w+)`", files):
