@@ -75,6 +75,8 @@ def _first_at(starts: list[int], seam: int) -> int:
 
     Told by the next token's start: some tokenizers leave white space out of where a token ends.
     """
-    first = next((place for place, start in enumerate(starts) if start >= seam), 0)
+    first = next((place for place, start in enumerate(starts) if start >= seam), None)
+    if first is None:  # the last token holds some of the prompt, or nothing follows it
+        return starts.index(max(starts)) if starts else 0
     reaches_over = first > 0 and starts[first] > seam  # perhaps the token before it does
     return first - reaches_over

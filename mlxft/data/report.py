@@ -103,7 +103,9 @@ class DataReport:
             ]
         lines = [f"{size}, {self.num_supervised:,} of them trained on ({share:.0f}%)", f"lengths: {spread}"]
         if self.kind == "unpaired":
-            lines[0] += f"; {self.num_wanted:,} answers wanted, {self.num_examples - self.num_wanted:,} not"
+            lines[0] += (
+                f"; labelled true: {self.num_wanted:,}, false: {self.num_examples - self.num_wanted:,}"
+            )
         return lines
 
 

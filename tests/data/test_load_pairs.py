@@ -204,7 +204,7 @@ def test_labelled_answers_are_loaded(write_rows, make_tokenizer, trained_text):
     assert [row.label for row in answers] == [True, False, False]
     assert len({tokenizer.decode(row.prompt) for row in answers}) == 1
     assert (answers[0].where, report.num_wanted) == (f"{path}:1", 1)
-    assert report.lines()[0].endswith("; 1 answers wanted, 2 not")
+    assert report.lines()[0].endswith("; labelled true: 1, false: 2")
 
 
 def test_labelled_answers_of_text_and_of_tokens(write_rows, make_tokenizer):

@@ -36,6 +36,7 @@ def test_the_prompt_stays_prompt_where_a_merge_reaches_back_over_the_seam(make_t
     assert make_tokenizer().tokenize("hello five") == ["hello", "Ġfive"]
     assert make_tokenizer().tokenize("hello fiveain") == ["hello", "Ġf", "i", "v", "ea", "in"]
     assert encode("hello five", "ain") == ("hello fiveain</s>", ["eain</s>"])
+    assert encode("hello five", "a") == ("hello fivea</s>", ["ea</s>"])
     assert encode("<s>hello five", "ain", adds_bos=True) == ("<s>hello fiveain</s>", ["eain</s>"])
 
 
@@ -52,6 +53,15 @@ def test_white_space_left_out_of_offsets_belongs_to_whom_it_belongs(encode, make
 def test_a_character_of_several_tokens_is_trained_from_its_first(encode):
     assert encode("hello", "🪨") == ("hello🪨</s>", ["🪨</s>"])
     assert encode("🪨", "🪨") == ("🪨🪨</s>", ["🪨</s>"])
+
+
+def test_a_tokenizer_that_knows_no_offsets_finds_the_prompt_too(trained_text):
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()  # a token a byte
+    assert not tokenizer.is_fast
+    tokens, mask = TextEncoder(tokenizer).encode_completion(CompletionRow("né", "é!", WHERE), "assistant")
+    assert trained_text(tokenizer, tokens, mask) == ["é!</s>"]
 
 
 def test_an_end_of_sequence_that_is_there_is_not_doubled(encode):
