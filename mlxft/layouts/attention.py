@@ -7,8 +7,9 @@ from typing import Optional
 
 import mlx.core as mx
 
-from mlxft.backend import backend
-from mlxft.layouts.pieces import Layout, Piece
+from mlxft.backend import backend, shape_multiple
+from mlxft.layouts.fold import folding
+from mlxft.layouts.pieces import Layout
 
 # cuDNN's backward is linear in memory only for query counts that are multiples of this (MLX 0.32.4,
 # H200: 8,191 queries 30.6 ms and 6.8 GB, padded to 8,192 3.7 ms and 0.34 GB).
@@ -32,24 +33,19 @@ def attend(
     q: (B, N, length, D). k, v: (B, K, length, D). window: a query sees at most that many positions,
     itself included. repeatable: same bits every time, also where the backend's own backward is not.
     """
-    outputs = [
-        _attend_piece(q, k, v, piece, scale=scale, window=window, sinks=sinks, repeatable=repeatable)
-        for piece in layout.pieces
-    ]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    how = dict(scale=scale, sinks=sinks, repeatable=repeatable)
+    if len(layout.pieces) == 1 and len(layout.pieces[0].keys) == 1:
+        return _attend_one(q, k, v, window, how)
+    folded = folding(layout, shape_multiple())
+    groups = zip(folded.queries(q), folded.keys(k), folded.keys(v), strict=True)
+    return folded.unfolded([_attend_one(*group, window, how) for group in groups])
 
 
-def _attend_piece(q, k, v, piece: Piece, *, window, **how) -> mx.array:
-    q = q[:, :, piece.start : piece.stop]
-    k, v = (_ranges(x, piece.keys) for x in (k, v))
-    if window is None or window >= piece.num_keys:
+def _attend_one(q, k, v, window: Optional[int], how) -> mx.array:
+    """Attention of the last Q of S positions, each seeing itself and what comes before."""
+    if window is None or window >= k.shape[2]:
         return _causal(q, k, v, **how)
-    return _windowed(q, k, v, window=window, **how)
-
-
-def _ranges(x: mx.array, ranges) -> mx.array:
-    parts = [x[:, :, start:stop] for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    return _windowed(q, k, v, window, how)
 
 
 def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
@@ -74,7 +70,7 @@ def _fast_padding(q: mx.array) -> int:
     return -q.shape[2] % FAST_MULTIPLE
 
 
-def _windowed(q, k, v, *, window: int, scale, sinks, repeatable) -> mx.array:
+def _windowed(q, k, v, window: int, how) -> mx.array:
     """Causal within a sliding window: blocks of W queries, each against two windows of keys.
 
     All blocks but the first have the same mask (W, 2W) and go through one call.
@@ -84,7 +80,6 @@ def _windowed(q, k, v, *, window: int, scale, sinks, repeatable) -> mx.array:
         k, v = k[:, :, before - window :], v[:, :, before - window :]
         before = window
     first = min(window, num_queries)
-    how = dict(scale=scale, sinks=sinks, repeatable=repeatable)
     out = _first_block(q[:, :, :first], k[:, :, : before + first], v[:, :, : before + first], window, how)
     if first == num_queries:
         return out
