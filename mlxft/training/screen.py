@@ -155,9 +155,8 @@ def open_screen(first_step: int, total_steps: int):
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=24),  # the only column that gives way where the terminal is narrow
-        TextColumn("{task.fields[status]}", markup=False),
+        BarColumn(bar_width=24),  # gives way first where the terminal is narrow, then the end of the text
+        TextColumn("step {task.completed}/{task.total}  {task.fields[status]}", markup=False),
     )
     with Progress(*columns, console=Console(file=sys.stdout)) as progress:
         yield RichScreen(progress, first_step, total_steps)
