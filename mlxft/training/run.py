@@ -40,6 +40,8 @@ from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
 
+_SAMPLES = "samples_before.json"
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -88,7 +90,8 @@ class _Run:
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
         vocabulary = vocabulary_size(folder)
-        self.tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
+        asks = config.data.format != "tokens" or bool(config.trainer.samples)
+        self.tokenizer = load_tokenizer(folder, required=asks)
         self.rows = load_rows(config, self.tokenizer, vocabulary)
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
@@ -111,8 +114,8 @@ class _Run:
         self.progress = Progress()
         if self.start.continuation:
             self.progress = self.start.continuation.restore(self.view.model, stepper.optimizer)
-        self._write_identity()
         self.before = self._samples_before()
+        self._write_identity()
         with stop_on_signals() as stop, open_screen(self.start.step, self.total_steps) as screen:
             stepper.should_stop = stop
             status = self._loop(stepper, screen, stop).run()
@@ -182,7 +185,7 @@ class _Run:
             stepper,
             self.windows,
             self.total_steps,
-            MetricsFile(self._taken_over("metrics.jsonl"), self.start.step),
+            MetricsFile(self._metrics_path(), self.start.step),
             CheckpointStore(self.run_dir, self.config.trainer.keep),
             screen,
             stop,
@@ -201,14 +204,15 @@ class _Run:
     def _write_identity(self) -> None:
         write_whole(self.run_dir / CONFIG, to_yaml(self.config))
         write_whole(self.run_dir / "environment.json", as_json(environment.describe()))
+        write_whole(self.run_dir / _SAMPLES, as_json(self.before))
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # the run goes on: it has not ended yet
 
-    def _taken_over(self, name: str) -> Path:
-        """Returns the path of a file of this run, which a run continued elsewhere may have begun."""
-        path = self.run_dir / name
-        if self.start.from_run is not None and (self.start.from_run / name).exists():
+    def _metrics_path(self) -> Path:
+        """Returns where the lines go, with those of the run that is continued elsewhere in place."""
+        path = self.run_dir / "metrics.jsonl"
+        if self.start.from_run is not None and (self.start.from_run / path.name).exists():
             with disk_guard(path):
-                shutil.copy(self.start.from_run / name, path)
+                shutil.copy(self.start.from_run / path.name, path)
         return path
 
     def _sample(self) -> list[dict[str, str]]:
@@ -216,9 +220,9 @@ class _Run:
 
     def _samples_before(self) -> list[dict[str, str]]:
         """Answers before training: a continued run keeps what its beginning answered."""
-        path = self._taken_over("samples_before.json")
         if self.start.continuation is None:
-            write_whole(path, as_json(self._sample()))
+            return self._sample()
+        path = (self.start.from_run or self.run_dir) / _SAMPLES
         return json.loads(path.read_bytes()) if path.exists() else []
 
     def summarise(self, status: str) -> RunResult:

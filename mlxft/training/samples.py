@@ -4,8 +4,6 @@ from typing import Any, Sequence
 
 import mlx.nn as nn
 
-from mlxft.errors import InputError
-
 MAX_TOKENS = 60
 
 
@@ -13,8 +11,6 @@ def answer_all(model: nn.Module, tokenizer: Any, questions: Sequence[str]) -> li
     """Returns [{"question", "answer"}] with the model's likeliest answers, at most 60 tokens each."""
     if not questions:
         return []
-    if tokenizer is None:
-        raise InputError("trainer.samples asks questions, and the model's folder has no tokenizer")
     from mlxft.evaluation.generate import answer
 
     return [

@@ -104,6 +104,16 @@ def test_a_folder_of_logs_instead_of_a_log_is_said(model, rows, here, refused):
     assert "train.log cannot be written" in refused(*settings(model, rows, "run.dir=run"))
 
 
+def test_questions_to_a_model_without_a_tokenizer_are_refused_before_the_run_begins(
+    model, rows, here, refused
+):
+    silent = here / "silent"
+    shutil.copytree(model, silent, ignore=shutil.ignore_patterns("tokenizer*"))
+    said = refused(*settings(silent, rows, "run.dir=run", "trainer.samples=[Why?]"))
+    assert "silent has no tokenizer" in said
+    assert not (here / "run").exists()
+
+
 # ---- gradients that are not finite ----
 
 
