@@ -72,6 +72,172 @@ FAMILIES = {
     },
 }
 
+_LLAMA_LIKE = {
+    "rms_norm_eps": 1e-6,
+    "rms_norm_epsilon": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+_GATED_DELTA = {
+    "rms_norm_eps": 1e-2,  # outputs near zero are normalised too: with less, rounding grows a hundredfold
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+
+# Every other family whose decoder view is tested. Windows are of 8 positions, in every other block.
+MORE_FAMILIES = {
+    "mistral": {
+        **_LLAMA_LIKE,
+        "model_type": "mistral",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    },
+    "qwen2": {**_LLAMA_LIKE, "model_type": "qwen2"},
+    "qwen3_moe": {**_LLAMA_LIKE, **_EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [1]},
+    "gemma3": {"model_type": "gemma3", "text_config": {**_COMMON, **FAMILIES["gemma3_text"]}},
+    # Blocks 0 to 3 have keys and values of their own; 4 uses those of 2, 5 those of 3.
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4": {"model_type": "gemma4"},  # filled in below
+    "qwen3_5": {
+        **_LLAMA_LIKE,
+        **_GATED_DELTA,
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe"},
+    "qwen3_next": {**_LLAMA_LIKE, **_GATED_DELTA, **_EXPERTS, "model_type": "qwen3_next"},
+    "olmo2": {**_LLAMA_LIKE, "model_type": "olmo2"},
+    "olmo3": {
+        **_LLAMA_LIKE,
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    },
+    "phi3": {**_LLAMA_LIKE, "model_type": "phi3"},
+    "smollm3": {**_LLAMA_LIKE, "model_type": "smollm3", "no_rope_layer_interval": 2},
+    "granite": {
+        **_LLAMA_LIKE,
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 3.0,
+    },
+    "glm4": {**_LLAMA_LIKE, "model_type": "glm4", "partial_rotary_factor": 0.5},
+    "starcoder2": {**_LLAMA_LIKE, "model_type": "starcoder2", "norm_epsilon": 1e-5},
+}
+MORE_FAMILIES["gemma4"]["text_config"] = {**_COMMON, **MORE_FAMILIES["gemma4_text"]}
+MORE_FAMILIES["qwen3_5_moe"]["text_config"] = {**_COMMON, **MORE_FAMILIES["qwen3_5"], **_EXPERTS}
+
+_GPT = {
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 4,
+    "n_inner": 96,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "layer_norm_epsilon": 1e-5,
+}
+_LLAMA_4_TEXT = {
+    **_COMMON,
+    **_LLAMA_LIKE,
+    "model_type": "llama4_text",
+    "attention_chunk_size": 512,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 96,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 4,
+    "rope_scaling": None,
+    "use_qk_norm": True,
+}
+
+# Families that mlxft runs as a whole, padded.
+PADDED_FAMILIES = {
+    "gemma2": {"model_type": "gemma2", "rms_norm_eps": 1e-6},
+    "gpt2": {**_GPT, "model_type": "gpt2"},
+    "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode", "num_key_value_heads": None},
+    "jamba": {
+        **_LLAMA_LIKE,
+        "model_type": "jamba",
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "kimi_linear": {
+        **_LLAMA_LIKE,
+        "model_type": "kimi_linear",
+        "linear_attn_config": {"kda_layers": [1, 3], "num_heads": 2, "head_dim": 16},
+        "model_max_length": 512,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "llama4": {"model_type": "llama4", "text_config": _LLAMA_4_TEXT},
+    "ministral3": {
+        **_LLAMA_LIKE,
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 8,
+            "rope_type": "default",
+        },
+    },
+    "nemotron_h": {
+        **_LLAMA_LIKE,
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": ["M", "*", "-", "M"],
+        "layer_norm_epsilon": 1e-5,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+    "plamo": {**_LLAMA_LIKE, "model_type": "plamo", "n_shared_head": 2},
+    "qwen": {**_LLAMA_LIKE, "model_type": "qwen", "kv_channels": 16, "layer_norm_epsilon": 1e-6},
+}
+
 
 def make_model(folder: Path, family: str, seed: int = 0, quantize: int | None = None, **overrides) -> Path:
     """Writes a random model of `family` into `folder` and returns the folder.
@@ -95,7 +261,7 @@ def make_model(folder: Path, family: str, seed: int = 0, quantize: int | None = 
 
 def model_config(family: str, **overrides) -> dict:
     """Returns the content of config.json."""
-    return {**_COMMON, **FAMILIES[family], **overrides}
+    return {**_COMMON, **(FAMILIES | MORE_FAMILIES | PADDED_FAMILIES)[family], **overrides}
 
 
 def random_model(config: dict, seed: int = 0) -> nn.Module:
@@ -106,18 +272,27 @@ def random_model(config: dict, seed: int = 0) -> nn.Module:
     high, low = mx.random.state[0].tolist()
     model = model_class(args_class.from_dict(config))
     mx.random.seed((high << 32) | low)  # building a layer draws from the global generator
-    if config.get("tie_word_embeddings") and "lm_head" in model:
-        model.sanitize({})  # gemma3_text ties when the checkpoint has no head
+    text = getattr(model, "language_model", model)
+    if config.get("text_config", config).get("tie_word_embeddings") and "lm_head" in text:
+        text.sanitize({})  # gemma3_text ties when the checkpoint has no head
     shapes = [(name, value.shape) for name, value in sorted(tree_flatten(model.parameters()))]
     keys = mx.random.split(mx.random.key(seed), len(shapes))
     weights = []
     for (name, shape), key in zip(shapes, keys, strict=True):
-        noise = mx.random.normal(shape, key=key)
-        neutral = 0.0 if config["model_type"].startswith("gemma") else 1.0
-        weights.append((name, neutral + 0.1 * noise if "norm" in name else 0.12 * noise))
+        neutral, size = _spread(name, config["model_type"])
+        weights.append((name, neutral + size * mx.random.normal(shape, key=key)))
     model.update(tree_unflatten(weights))
     mx.eval(model.parameters())
     return model
+
+
+def _spread(name: str, family: str) -> tuple[float, float]:
+    """Returns mean and standard deviation of a weight: far from uniform logits, steady gradients."""
+    if "norm" in name or "layer_scalar" in name:
+        if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
+            return 0.35, 0.1  # its attention has no other scale
+        return (0.0 if family.startswith("gemma3") else 1.0), 0.1
+    return 0.0, 0.5 if "conv1d" in name else 0.12
 
 
 def write_tokenizer(folder: Path) -> None:

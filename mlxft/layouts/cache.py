@@ -1,12 +1,17 @@
 """The stateless cache that a training forward passes to every layer in place of a key-value cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Optional
 
 import mlx.core as mx
+import numpy as np
 
+from mlxft.backend import shape_multiple
 from mlxft.layouts.attention import attend
 from mlxft.layouts.pieces import Layout
+from mlxft.layouts.recurrent import by_runs
 
 
 @dataclass(frozen=True)
@@ -18,9 +23,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Positions:
-    """What RoPE gets as its offset when a row is more than one run of positions from 0."""
+    """What RoPE gets as its offset when a row is more than one run of positions from 0.
+
+    As an array, which some models make of their offset, it is one position a token, (T,).
+    """
 
     layout: Layout
+
+    def __mlx_array__(self) -> mx.array:
+        return _positions(self.layout)
 
 
 class TrainingCache:
@@ -56,3 +67,16 @@ class TrainingCache:
         return attend(
             q, k, v, scale=scale, layout=self.layout, window=window, sinks=sinks, repeatable=self.repeatable
         )
+
+    def recur(self, call: Callable, x: mx.array) -> mx.array:
+        """Returns the output (B, T, H) of a recurrent layer that `call(x, mask, cache)` runs."""
+        if self.layout.is_plain:
+            return call(x, None, None)
+        return by_runs(call, x, self.layout, shape_multiple())
+
+
+@lru_cache(maxsize=4)
+def _positions(layout: Layout) -> mx.array:
+    """Returns the position of each token of the row, (T,) int32."""
+    parts = [piece.position + np.arange(piece.num_queries, dtype=np.int32) for piece in layout.pieces]
+    return mx.array(np.concatenate(parts))

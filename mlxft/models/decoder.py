@@ -15,33 +15,58 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxft.errors import InputError
+from mlxft.layouts.arrange import LAYOUTS
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.install import layouts_installed
-from mlxft.layouts.pieces import padded
+from mlxft.models.asked import windows_asked
+from mlxft.models.check import check
+
+__all__ = ["DecoderView", "State", "check", "model_type", "view"]
 
 State = tuple[mx.array, ...]
-
-# Largest difference of logits over the largest logit, by the type of the weights. The view runs the
-# same modules, so only the order of sums in attention differs.
-_TOLERANCE = {mx.float32: 1e-4, mx.bfloat16: 5e-2, mx.float16: 1e-2}
 
 
 class DecoderView:
     """Runs models whose layers are called as `layer(hidden, mask, cache)`, one after the other.
 
-    A family that differs overrides `embed`, `windows` or `run` in a file of `models/families`.
+    A family that differs overrides `embed`, `run`, `head` or `recurrent` in a file of `models/families`.
+
+    refused: the layouts that this model cannot be trained in, each with the reason.
     """
+
+    in_parts = True  # False for families that only run as a whole: no checkpointing, no segments
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.text = getattr(model, "language_model", model)
-        self.decoder = getattr(self.text, "model", None)
-        missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(self.decoder, name)]
+        self.refused: dict[str, str] = {}
+        self._windows: Optional[list[Optional[int]]] = None
+        self._lowered: Optional[int] = None
+        self.decoder = self._find_decoder()
+
+    def _find_decoder(self) -> nn.Module:
+        decoder = getattr(self.text, "model", None)
+        missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(decoder, name)]
         if missing:
             raise InputError(
-                f"models of type {model_type(model)!r} cannot be trained yet: "
+                f"models of type {self.family!r} cannot be trained yet: "
                 f"their code has no {', '.join(missing)} where others have it"
             )
+        return decoder
+
+    @property
+    def family(self) -> str:
+        """The name of the model's family, as its config.json has it."""
+        return model_type(self.model)
+
+    @property
+    def code(self) -> str:
+        """The name of mlx-lm's module with the code of the text model."""
+        return _code(self.model)
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.decoder.embed_tokens
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -51,10 +76,36 @@ class DecoderView:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def layouts(self) -> frozenset[str]:
+        """The layouts that this model can be trained in."""
+        return frozenset(LAYOUTS) - self.refused.keys()
+
+    def require(self, layout: str, gradient: str = "whole") -> None:
+        """Raises InputError, naming the family and the reason, if the model cannot be trained so."""
+        if layout in self.refused:
+            raise InputError(
+                f"trainer.layout={layout}: models of type {self.family!r} cannot be trained so: "
+                f"{self.refused[layout]}. Use trainer.layout={' or '.join(sorted(self.layouts))}"
+            )
+        if gradient != "whole" and not self.in_parts:
+            raise InputError(
+                f"trainer.gradient={gradient}: models of type {self.family!r} run only as a whole. "
+                "Use trainer.gradient=whole"
+            )
+
     def windows(self) -> list[Optional[int]]:
         """Returns each layer's sliding window in positions, None for full attention."""
-        size = getattr(self.decoder, "sliding_window", None)
-        return [size if getattr(layer, "use_sliding", False) else None for layer in self.layers]
+        if self._windows is None:
+            with self.active():
+                self._windows = windows_asked(self.model, self.num_layers)
+        if self._lowered is None:
+            return self._windows
+        return [None if size is None else self._lowered for size in self._windows]
+
+    def recurrent(self) -> list[nn.Module]:
+        """Returns the modules that carry a state along the row, called as `module(x, mask, cache)`."""
+        return []
 
     def embed(self, tokens: mx.array, given: Optional[mx.array] = None) -> State:
         """Returns the state before layer 0. given: (B, T, H) embeddings to use in place of the tokens'."""
@@ -63,7 +114,7 @@ class DecoderView:
     def run(self, state: State, start: int, stop: int, cache: TrainingCache) -> State:
         """Returns the state after layers [start, stop)."""
         hidden = state[0]
-        for layer, window in zip(self.layers[start:stop], self.windows()[start:stop]):
+        for layer, window in zip(self.layers[start:stop], self.windows()[start:stop], strict=True):
             hidden = layer(hidden, cache.make_mask(hidden.shape[1], window_size=window), cache)
         return (hidden,)
 
@@ -74,22 +125,28 @@ class DecoderView:
     @property
     def head_module(self) -> nn.Module:
         """The module that makes logits: the head, or the embedding where they are tied."""
-        return self.text.lm_head if "lm_head" in self.text else self.decoder.embed_tokens
+        return self.embedding if self.is_tied else self.text.lm_head
 
     @property
     def is_tied(self) -> bool:
         return "lm_head" not in self.text
 
     def head(self, params: dict, hidden: mx.array) -> mx.array:
-        """Returns the logits (M, V) of hidden (M, H); `params` replace the head's trainable arrays."""
+        """Returns the logits (M, V) of hidden (M, H), capped softly where the model does.
+
+        `params` replace the head's trainable arrays.
+        """
         module = self.head_module
         if params:
             module.update(params)
-        return module.as_linear(hidden) if self.is_tied else module(hidden)
+        logits = module.as_linear(hidden) if self.is_tied else module(hidden)
+        cap = getattr(self.text, "final_logit_softcapping", None)
+        return logits if cap is None else mx.tanh(logits / cap) * cap
 
     def lowest_trainable(self) -> int:
         """Returns the first layer that a backward has to reach: num_layers if only the head trains."""
-        if self.decoder.embed_tokens.trainable_parameters():
+        trained = self.decoder.trainable_parameters()
+        if any(_has_arrays(value) for name, value in trained.items() if name not in ("layers", "norm")):
             return 0
         for index, layer in enumerate(self.layers):
             if _has_arrays(layer.trainable_parameters()):
@@ -97,18 +154,17 @@ class DecoderView:
         return self.num_layers
 
     def active(self):
-        """Within this context attention follows the layout of the training cache it is given."""
-        return layouts_installed(self.layers)
+        """Within this context attention and recurrent layers follow the layout of their training cache."""
+        return layouts_installed(self.layers, self.recurrent())
 
     @contextmanager
     def window_lowered(self, size: int):
-        """Within the block sliding windows are `size` positions, in the view and in the model itself."""
-        before = self.decoder.sliding_window
-        self.decoder.sliding_window = size
+        """Within the block the view's sliding windows are `size` positions."""
+        before, self._lowered = self._lowered, size
         try:
             yield
         finally:
-            self.decoder.sliding_window = before
+            self._lowered = before
 
 
 def _has_arrays(tree: Any) -> bool:
@@ -124,41 +180,20 @@ def model_type(model: nn.Module) -> str:
     return getattr(model, "model_type", None) or getattr(model.args, "model_type", type(model).__module__)
 
 
+def _code(model: nn.Module) -> str:
+    return type(getattr(model, "language_model", model)).__module__.rpartition(".")[2]
+
+
 def view(model: nn.Module) -> DecoderView:
     """Returns the checked decoder view of `model`.
 
     Raises: InputError naming the family where its parts do not give the model's own logits.
     """
-    from mlxft.models.families import VIEWS
+    from mlxft.models.families import UNTRAINABLE, VIEWS
 
-    made = VIEWS.get(model_type(model), DecoderView)(model)
+    code = _code(model)
+    if code in UNTRAINABLE:
+        raise InputError(f"models of type {model_type(model)!r} cannot be trained: {UNTRAINABLE[code]}")
+    made = VIEWS.get(code, DecoderView)(model)
     check(made)
     return made
-
-
-def check(made: DecoderView, length: int = 12, window: int = 5) -> None:
-    """Compares the view's logits with the model's own on random tokens, also with a short window.
-
-    Raises: InputError if they differ by more than the weights' type explains.
-    """
-    vocabulary = made.decoder.embed_tokens.weight.shape[0]
-    tokens = mx.random.randint(0, vocabulary, (2, length), key=mx.random.key(0))
-    _compare(made, tokens, "plainly")
-    if any(size is not None for size in made.windows()):
-        with made.window_lowered(window):
-            _compare(made, tokens, f"with a sliding window of {window}")
-
-
-def _compare(made: DecoderView, tokens: mx.array, how: str) -> None:
-    own = made.model(tokens).astype(mx.float32)
-    cache = TrainingCache(padded(tokens.shape[1]))
-    with made.active():
-        state = made.run(made.embed(tokens), 0, made.num_layers, cache)
-        logits = made.head({}, made.finish(state)).astype(mx.float32)
-    difference = (mx.abs(logits - own).max() / mx.maximum(mx.abs(own).max(), 1e-6)).item()
-    limit = _TOLERANCE[made.finish(state).dtype]
-    if not difference <= limit:
-        raise InputError(
-            f"models of type {model_type(made.model)!r} cannot be trained yet: run layer by layer ({how}) "
-            f"this one's logits differ by {difference:.1e} of the largest (at most {limit:.0e} is rounding)"
-        )

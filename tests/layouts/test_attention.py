@@ -15,7 +15,7 @@ def arrays(length, rows=2, heads=4, key_heads=2, width=8):
     keys = mx.random.split(mx.random.key(length), 3)
     return [
         mx.random.normal((rows, count, length, width), key=key)
-        for count, key in zip((heads, key_heads, key_heads), keys)
+        for count, key in zip((heads, key_heads, key_heads), keys, strict=True)
     ]
 
 
@@ -62,7 +62,7 @@ def test_windows_in_blocks_equal_a_mask(length, window):
     value, gradients = mx.value_and_grad(ours, argnums=(0, 1, 2))(q, k, v)
     expected, expected_gradients = mx.value_and_grad(plain, argnums=(0, 1, 2))(q, k, v)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5 * SLACK)
-    for one, other in zip(gradients, expected_gradients):
+    for one, other in zip(gradients, expected_gradients, strict=True):
         assert mx.abs(one - other).max().item() < 1e-5 * SLACK
 
 

@@ -1,5 +1,7 @@
 """Pieces of one shape go through one call: the same numbers as one call a piece, fewer calls."""
 
+from itertools import pairwise
+
 import mlx.core as mx
 import pytest
 
@@ -14,7 +16,7 @@ SCALE = 0.35
 
 def packed(*lengths) -> Layout:
     edges = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    return Layout(edges[-1], tuple(Piece(a, b, ((a, b),), 0) for a, b in zip(edges, edges[1:])))
+    return Layout(edges[-1], tuple(Piece(a, b, ((a, b),), 0) for a, b in pairwise(edges)))
 
 
 def shared(prompt, *branches) -> Layout:

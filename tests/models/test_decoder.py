@@ -1,6 +1,7 @@
 """The decoder view: the model's own logits in parts, checked at load, nothing left behind."""
 
 import sys
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,6 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxft.errors import InputError
+from mlxft.layouts.arrange import LAYOUTS
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout, Piece, padded
 from mlxft.models.decoder import DecoderView, check, view
@@ -33,7 +35,7 @@ def logits_by_parts(made, tokens, layout, cuts=()):
     cache = TrainingCache(layout)
     with made.active():
         state = made.embed(tokens)
-        for start, stop in zip(edges, edges[1:]):
+        for start, stop in pairwise(edges):
             state = made.run(state, start, stop, cache)
         return made.head({}, made.finish(state))
 
@@ -105,8 +107,57 @@ def test_a_view_that_ignores_a_window_is_refused(tmp_path):
         def windows(self):
             return [None if size is None else 10**6 for size in super().windows()]
 
-    with pytest.raises(InputError, match="sliding window of 5"):
+    with pytest.raises(InputError, match="cannot be trained yet.*with sliding windows of 4"):
         check(Forgetful(model))
+
+
+def test_a_view_that_only_layouts_break_is_trained_padded_and_refuses_the_others_by_name(model):
+    class MixedUp(type(view(model))):
+        """Takes every row for one that starts at position 0 and sees all before it."""
+
+        def run(self, state, start, stop, cache):
+            return super().run(state, start, stop, TrainingCache(padded(cache.layout.length)))
+
+    made = MixedUp(model)
+    check(made)
+    assert made.layouts == {"padded"}
+    made.require("padded", "checkpoint")
+    expected = (
+        f"trainer.layout=packed: models of type '{model.model_type}' cannot be trained so: run plainly, "
+        "this one's logits differ by .*. Use trainer.layout=padded$"
+    )
+    with pytest.raises(InputError, match=expected):
+        made.require("packed")
+
+
+class _OffByOne(DecoderView):
+    """Hands on windows one position too long."""
+
+    def windows(self):
+        return [None if size is None else size + 1 for size in super().windows()]
+
+
+def test_a_window_one_position_too_long_is_noticed(tmp_path):
+    model, _ = load(str(make_model(tmp_path, "mistral", sliding_window=64)), dtype="float32")
+    with pytest.raises(InputError, match="'mistral'.*with sliding windows of 4.*differ"):
+        check(_OffByOne(model))
+
+
+def test_code_that_does_not_run_layer_by_layer_is_refused_with_what_went_wrong(model):
+    class Odd(DecoderView):
+        def run(self, state, start, stop, cache):
+            raise TypeError("layer() takes no cache")
+
+    with pytest.raises(InputError, match=r"not run layer by layer \(TypeError: layer\(\) takes no cache"):
+        check(Odd(model))
+
+
+def test_bfloat16_weights_are_checked_by_what_bfloat16_can_do(tmp_path):
+    for dtype in ("bfloat16", "float16"):
+        model, _ = load(str(make_model(tmp_path / dtype, "gemma3_text")), dtype=dtype)
+        assert view(model).layouts == set(LAYOUTS)
+        with pytest.raises(InputError, match="at most [15]e-02 is rounding"):
+            check(_Wrong(model))
 
 
 def test_a_model_of_another_build_is_refused_with_what_it_lacks():

@@ -1,8 +1,18 @@
-"""The families whose decoder view differs from the default, by the `model_type` of config.json."""
+"""The families whose decoder view differs from the default, by the name of mlx-lm's code for them."""
 
+from mlxft.models.families.gated_delta import GatedDeltaView
 from mlxft.models.families.gemma3 import Gemma3View
+from mlxft.models.families.gemma4 import Gemma4View
+from mlxft.models.families.granite import GraniteView
+from mlxft.models.families.whole import PADDED_ONLY, UNTRAINABLE, WholeView
+
+__all__ = ["UNTRAINABLE", "VIEWS"]
 
 VIEWS = {
-    "gemma3": Gemma3View,
     "gemma3_text": Gemma3View,
+    "gemma4_text": Gemma4View,
+    "granite": GraniteView,
+    "qwen3_5": GatedDeltaView,
+    "qwen3_next": GatedDeltaView,
+    **dict.fromkeys(PADDED_ONLY, WholeView),
 }
