@@ -88,16 +88,21 @@ def test_a_signal_saves_and_another_run_in_the_folder_is_refused(signum, code, m
     assert not (run_dir / "summary.json").exists()
 
 
-def test_a_closed_terminal_saves_too(model, rows, here, monkeypatch):
+def test_a_closed_terminal_saves_too_and_a_run_that_goes_on_has_not_ended(model, rows, here, monkeypatch):
+    """A run of one step has ended; given more, it is interrupted in the second."""
+    train(model, rows, here / "run", "trainer.max_steps=1")
+    assert (here / "run" / "summary.json").exists()
+
     def closed(self, *arguments):
         os.kill(os.getpid(), signal.SIGHUP)
         return original(self, *arguments)
 
     original = Gradient.__call__
     monkeypatch.setattr(Gradient, "__call__", closed)
-    with pytest.raises(Interrupted, match="saved step 1") as stop:
-        train(model, rows, here / "run")
+    with pytest.raises(Interrupted, match="saved step 2") as stop:
+        train(model, rows, here / "run", "trainer.max_steps=5", "trainer.resume=auto")
     assert stop.value.exit_code == 129
+    assert not (here / "run" / "summary.json").exists()
 
 
 def test_a_second_signal_ends_the_process_while_it_computes():
