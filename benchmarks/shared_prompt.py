@@ -8,8 +8,8 @@ boolean mask    prompt, chosen and rejected in one row, what each may see as a m
 pieces          the same row, attention in pieces without a mask (trainer.layout=prefix_shared)
 
 Random weights of the shape (smollm2: SmolLM2-135M, float32 on a CPU; qwen3: Qwen3-0.6B, bfloat16), LoRA
-rank 8 on all projections. Each way is a process of its own: loss and gradients, one pair a step, a step
-that warms up and is left out, then the median step. Peak: MLX's, over what the model itself takes.
+rank 8 on all projections. Each way is a process of its own: loss and gradients, one pair a step, three
+steps that warm up and are left out, then the median step. Peak: MLX's, over what the model itself takes.
 """
 
 import argparse
@@ -48,6 +48,7 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+WARM_UP = 3  # kernels and programs are compiled in the first steps
 WAYS = {"two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "prefix_shared"}
 
 
@@ -56,13 +57,15 @@ def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) 
     import mlx.core as mx
 
     import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
+    from mlxft.backend import shape_multiple
     from mlxft.layouts.arrange import Arranger
     from mlxft.segmented import gradients
     from mlxft.training.objectives import HeadPlan, Orpo
     from mlxft.training.objectives.preference import LossSettings
 
     made = random_view(shape)
-    objective = Orpo(HeadPlan(), Arranger(WAYS[way]), LossSettings(0.1, nll_weight=1.0, nll_scope="full"))
+    multiple = 1 if way == "boolean mask" else shape_multiple()
+    objective = Orpo(HeadPlan(), Arranger(WAYS[way], multiple), LossSettings(0.1, nll_weight=1.0, nll_scope="full"))
     if way == "boolean mask":
         gradients.TrainingCache = masked_cache(num_prompt, num_answer)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -73,13 +76,13 @@ def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) 
     prepared = objective.prepare(batches[0], counts)
     params = made.model.trainable_parameters()
     seconds = []
-    for step in range(steps + 1):
+    for step in range(steps + WARM_UP):
         mx.clear_cache()
         mx.reset_peak_memory()
         before, began = mx.get_active_memory(), time.perf_counter()
         result = gradient(params, prepared.inputs, prepared.layout)
         mx.eval(result)
-        if step:
+        if step >= WARM_UP:
             seconds.append(time.perf_counter() - began)
         loss, peak = result[0].item(), mx.get_peak_memory() - before
         del result
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1536)
     parser.add_argument("--answers", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
@@ -161,7 +165,7 @@ def main() -> None:
     print(f"{options.shape}, prompt {options.prompt}, answers of {options.answers}, one pair a step")
     print(f"{'way':<14} {'positions':>9} {'seconds':>9} {'peak GB':>8} {'faster':>7}  loss")
     base = None
-    for way in WAYS:
+    for way in options.ways:
         command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = json.loads(output[output.index("RESULT ") + 7 :])

@@ -79,16 +79,23 @@ def _packed(groups: Sequence[Group], multiple: int) -> Arrangement:
 
 
 def _prefix_shared(groups: Sequence[Group], multiple: int) -> Arrangement:
+    """Shares whole blocks of `multiple` prompt tokens; what is left of the prompt goes with each branch.
+
+    So every piece begins, ends and sees multiples: few layouts, each a program worth compiling, and on
+    CUDA the lengths that attention's backward is fast for.
+    """
     line = _Line()
     for group in groups:
-        num_prompt = len(group.prompt)
         first, *others = group.branches
         own = line.add(np.concatenate([group.prompt, first[:-1]]), position=0, sees=())
         line.places.append(own)
-        prompt = own[:num_prompt]
+        shared = own[: len(group.prompt) // multiple * multiple]
+        line.round_up(multiple)
         for branch in others:
-            rest = line.add(branch[:-1], position=num_prompt, sees=(prompt,))
-            line.places.append(np.concatenate([prompt, rest]))
+            rest = np.concatenate([group.prompt[len(shared) :], branch[:-1]])
+            own = line.add(rest, position=len(shared), sees=(shared,))
+            line.places.append(np.concatenate([shared, own]))
+            line.round_up(multiple)
     return line.arrangement(multiple)
 
 
@@ -118,6 +125,17 @@ class _Line:
             self.tokens.append(tokens)
             self.length = stop
         return np.arange(start, stop)
+
+    def round_up(self, multiple: int) -> None:
+        """Lengthens the last piece to a multiple; what is added comes after all that is read."""
+        extra = -self.length % multiple
+        if not extra:
+            return
+        last = self.pieces.pop()
+        stop = last.stop + extra
+        self.pieces.append(Piece(last.start, stop, (*last.keys[:-1], (last.start, stop)), last.position))
+        self.tokens.append(np.full(extra, _PAD_ID, np.int32))
+        self.length = stop
 
     def arrangement(self, multiple: int) -> Arrangement:
         """Returns what was added; what is missing to a multiple becomes a piece that nobody reads."""

@@ -59,6 +59,7 @@ class Gradient:
         self._run_layers = {"whole": _run_plain, "checkpoint": _run_checkpointed}[kind]
         self._traced = False
         self._programs: OrderedDict[tuple, Callable] = OrderedDict()
+        self._seen: set[tuple] = set()
 
     def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
         self._traced = False
@@ -73,13 +74,18 @@ class Gradient:
         return loss, metrics, gradients
 
     def _program(self, inputs: dict[str, mx.array], layout: Layout) -> Callable:
-        # Everything that tracing reads from Python is in the key; weights and keys are inputs.
-        # Pieces change almost every step: a program for each would cost more than it saves.
-        if not self.compiled or not layout.is_plain:
+        # What tracing reads from Python is in the key; weights and dropout keys are inputs.
+        if not self.compiled:
             return self._differentiated(layout)
         shapes = tuple((name, tuple(array.shape)) for name, array in sorted(inputs.items()))
         key = (layout, shapes)
         if key not in self._programs:
+            # Pieces may differ every step, and a program for one use costs more than it saves: they
+            # are worth one when they come again.
+            worth_it = layout.is_plain or key in self._seen
+            self._seen.add(key)
+            if not worth_it:
+                return self._differentiated(layout)
             self._programs[key] = mx.compile(self._differentiated(layout))
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)

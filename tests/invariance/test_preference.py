@@ -73,14 +73,16 @@ def window(made, objective, rows, batch_size=4, kind="whole", key=None):  # noqa
 def assert_equal(one, other):
     assert difference((one[0]["loss"], one[1]), (other[0]["loss"], other[1])) < CLOSE * SLACK
     for name, value in one[0].items():
+        if name == "rewards/accuracies" and SLACK > 1:
+            continue  # of two identical answers a GPU's rounding makes either the likelier
         assert other[0][name] == pytest.approx(value, rel=1e-4 * SLACK, abs=1e-5 * SLACK), name
 
 
-@pytest.mark.parametrize("layout", ["packed", "prefix_shared"])
+@pytest.mark.parametrize("layout, multiple", [("packed", 1), ("prefix_shared", 1), ("prefix_shared", 4)])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_shared_prompt_equals_two_forwards(made, name, layout):  # noqa: F811
+def test_a_shared_prompt_equals_two_forwards(made, name, layout, multiple):  # noqa: F811
     two_forwards = window(made, OBJECTIVES[name](HeadPlan(), Arranger("padded")), pairs())
-    shared = OBJECTIVES[name](HeadPlan("chunked", 7), Arranger(layout))
+    shared = OBJECTIVES[name](HeadPlan("chunked", 7), Arranger(layout, multiple))
     assert_equal(two_forwards, window(made, shared, pairs()))
 
 
@@ -101,6 +103,22 @@ def test_checkpointing_replays_dropout_in_every_layout(made, layout):  # noqa: F
     assert_equal(dropped, window(made, objective, pairs(), key=5, kind="checkpoint"))
     other = window(made, objective, pairs(), key=6)
     assert difference((dropped[0]["loss"], dropped[1]), (other[0]["loss"], other[1])) > 0.01
+
+
+def test_pieces_that_come_again_are_compiled_and_two_layouts_of_one_length_are_two_programs(made):  # noqa: F811
+    """With only shapes as the key the second layout would silently get the first one's result."""
+    objective = OBJECTIVES["orpo"](HeadPlan(), Arranger("prefix_shared"))
+    rows = [[pair(9, 4, 5, seed=1)], [pair(8, 5, 5, seed=2)]]
+    compiled, plain = (Gradient(made, objective, "whole", compiled=c) for c in (True, False))
+    params = made.model.trainable_parameters()
+    for _ in range(3):
+        for batch in rows:
+            _, counts = objective.begin([batch], made)
+            prepared = objective.prepare(batch, counts)
+            assert prepared.inputs["tokens"].shape == (1, 16)
+            one, other = (g(params, prepared.inputs, prepared.layout) for g in (compiled, plain))
+            assert one[0].item() == pytest.approx(other[0].item(), rel=CLOSE * SLACK)
+    assert len(compiled._programs) == 2
 
 
 def test_the_reference_switch_restores_every_layers_own_scale(made):  # noqa: F811

@@ -33,7 +33,12 @@ def test_every_position_of_every_logical_row_is_found_again(layout, multiple):
 def test_padded_rows_stand_side_by_side():
     arranged = Arranger("padded")(PAIRS)
     assert arranged.tokens.tolist() == [
-        [1, 2, 3, 4, 0], [1, 2, 3, 6, 7], [9, 0, 0, 0, 0], [9, 0, 0, 0, 0], [12, 13, 0, 0, 0]]
+        [1, 2, 3, 4, 0],
+        [1, 2, 3, 6, 7],
+        [9, 0, 0, 0, 0],
+        [9, 0, 0, 0, 0],
+        [12, 13, 0, 0, 0],
+    ]
     assert arranged.layout.is_plain
 
 
@@ -59,3 +64,15 @@ def test_what_rounds_a_packed_row_up_is_seen_by_nobody():
     arranged = Arranger("packed", 16)(PAIRS)
     assert arranged.layout.pieces[-1] == Piece(13, 16, ((13, 16),), 0)
     assert all(piece.keys[-1][1] <= 13 for piece in arranged.layout.pieces[:-1])
+
+
+def test_whole_blocks_of_a_prompt_are_shared_and_its_rest_goes_with_each_branch():
+    """A prompt of 6 in blocks of 4: 4 shared, 2 forwarded again before the second branch."""
+    group = Group(tokens(1, 2, 3, 4, 5, 6), (tokens(7, 8), tokens(9, 10, 11)))
+    arranged = Arranger("prefix_shared", 4)([group])
+    assert arranged.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0, 5, 6, 9, 10]]
+    assert arranged.layout.pieces == (Piece(0, 8, ((0, 8),), 0), Piece(8, 12, ((0, 4), (8, 12)), 4))
+    assert [places.tolist() for places in arranged.places] == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 2, 3, 8, 9, 10, 11],
+    ]
