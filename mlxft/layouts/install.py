@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxft.layouts.cache import Positions
+from mlxft.layouts.gated_delta import GatedDelta
 from mlxft.layouts.pieces import Layout
-from mlxft.layouts.recurrent import GatedDelta
 
 _ATTEND = "scaled_dot_product_attention"
 _GATED_DELTA = "gated_delta_update"

@@ -5,7 +5,7 @@ The row is cut into runs: where a piece begins, and where a prompt that another 
 layer is called run by run, the unmodified code of mlx-lm each time; runs of one length that start alike go
 through one call. States stay in the graph of this forward and are gone with it.
 
-Shapes: B rows, T positions, H width; the gated delta rule has K key heads and V value heads.
+Shapes: B rows, T positions, H width.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,7 @@ from typing import Optional
 
 import mlx.core as mx
 
-from mlxft.backend import backend
 from mlxft.layouts.pieces import Layout
-
-# Steps between kept states where the backward is a loop over time: it keeps a state a step within a block.
-_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -127,43 +123,3 @@ def _one_call(call: Callable, parts: list[mx.array], starts: list, length: int):
     made = call(mx.concatenate(padded), None, cache)
     ended = [mx.split(cache.states[n], len(parts)) for n in sorted(cache.states)]
     return mx.split(made, len(parts)), ended
-
-
-class GatedDelta:
-    """Stands for `gated_delta_update` of mlx-lm, whose own kernel has no gradient.
-
-    original: taken for what `mx.fast.gated_delta_update` does not do: masks, bounded or vector gates.
-    """
-
-    follows_layouts = True
-
-    def __init__(self, original: Callable):
-        self.original = original
-
-    def __call__(self, q, k, v, a, b, A_log, dt_bias, state=None, mask=None, *, use_kernel=True, **rest):
-        if mask is not None or rest or a.ndim != 3:
-            return self.original(q, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=False, **rest)
-        from mlx_lm.models.gated_delta import compute_g
-
-        return gated_delta(q, k, v, compute_g(A_log, a, dt_bias), mx.sigmoid(b), state)
-
-
-def gated_delta(q, k, v, decay, beta, state=None):
-    """Returns the outputs (B, T, V, Dv) and the final state (B, V, Dv, Dk) of the gated delta rule.
-
-    q, k: (B, T, K, Dk). v: (B, T, V, Dv). decay, beta: (B, T, V). state: zeros if None.
-    Source: Yang et al. 2024, "Gated Delta Networks", equation 10.
-    """
-    if state is None:
-        rows, _, _, key_width = k.shape
-        state = mx.zeros((rows, *v.shape[2:], key_width), mx.float32)
-    arrays = (q, k, v, decay, beta)
-    if backend() == "metal" or q.shape[1] <= _BLOCK:
-        return tuple(mx.fast.gated_delta_update(*arrays, state))
-    # Without a kernel this is a loop whose backward keeps every step's state: keep one a block instead.
-    edges = list(range(_BLOCK, q.shape[1], _BLOCK))
-    outputs = []
-    for block in zip(*(mx.split(array, edges, axis=1) for array in arrays), strict=True):
-        out, state = mx.checkpoint(mx.fast.gated_delta_update)(*block, state)
-        outputs.append(out)
-    return mx.concatenate(outputs, axis=1), state

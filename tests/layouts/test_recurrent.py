@@ -1,11 +1,10 @@
-"""Recurrent layers by pieces: where a row is cut, what a run starts from, the gated delta rule's gradient."""
+"""Recurrent layers by pieces: where a row is cut, and what each run starts from."""
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
 
 from mlxft.layouts.pieces import Layout, Piece, padded
-from mlxft.layouts.recurrent import GatedDelta, Run, TrainingSSMCache, by_runs, gated_delta, runs
+from mlxft.layouts.recurrent import Run, TrainingSSMCache, by_runs, runs
 
 SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
@@ -118,52 +117,3 @@ def test_runs_of_one_length_that_start_alike_go_through_one_call():
 
 def test_serving_caches_can_tell_a_training_cache():
     assert TrainingSSMCache().signature().startswith("train:")
-
-
-def rule_arrays(length):
-    """Queries, keys, values, decay and beta of the gated delta rule, two rows, and a state to start from."""
-    keys = mx.random.split(mx.random.key(length), 6)
-    q, k = (mx.random.normal((2, length, 2, 16), key=key) for key in keys[:2])
-    q, k = normalize_qk(q, k, inv_scale=0.25, eps=1e-6)
-    v = mx.random.normal((2, length, 4, 8), key=keys[2])
-    decay, beta = (mx.random.uniform(0.3, 1.0, (2, length, 4), key=key) for key in keys[3:5])
-    return q, k, v, decay, beta, mx.random.normal((2, 4, 8, 16), key=keys[5])
-
-
-@pytest.mark.parametrize("length", [1, 64, 65, 150])
-def test_the_gated_delta_rule_equals_mlx_lms_loop_over_time(length):
-    """Outputs, final state and all six gradients, also where the loop is cut into blocks of 64 steps."""
-    arrays = rule_arrays(length)
-    out_weight = mx.random.normal((2, length, 4, 8), key=mx.random.key(1))
-    state_weight = mx.random.normal((2, 4, 8, 16), key=mx.random.key(2))
-
-    def scored(rule):
-        def score(*arrays):
-            out, state = rule(*arrays)
-            return (out * out_weight).sum() + (state * state_weight).sum()
-
-        return mx.value_and_grad(score, argnums=tuple(range(6)))(*arrays)
-
-    value, gradients = scored(gated_delta)
-    expected, expected_gradients = scored(gated_delta_ops)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-5 * SLACK, abs=1e-4)
-    for one, other in zip(gradients, expected_gradients, strict=True):
-        assert mx.abs(one - other).max().item() <= 1e-5 * SLACK * mx.abs(other).max().item()
-
-
-def test_without_a_state_the_gated_delta_rule_starts_from_zero():
-    *arrays, state = rule_arrays(5)
-    for one, other in zip(gated_delta(*arrays), gated_delta(*arrays, mx.zeros_like(state)), strict=True):
-        assert mx.array_equal(one, other)
-
-
-def test_what_the_differentiable_rule_does_not_do_is_left_to_the_original():
-    """Masks, bounded gates and a gate for each entry of a key; the original's kernel has no gradient."""
-    calls = []
-    rule = GatedDelta(lambda *arrays, **how: calls.append(how))
-    q, k, v, decay, beta, state = rule_arrays(3)
-    a_log = bias = mx.zeros(4)
-    rule(q, k, v, decay, beta, a_log, bias, state, mx.ones((2, 3), mx.bool_), use_kernel=True)
-    rule(q, k, v, decay, beta, a_log, bias, state, lower_bound=-5.0)
-    rule(q, k, v, mx.expand_dims(decay, -1), beta, a_log, bias, state)
-    assert calls == [{"use_kernel": False}, {"use_kernel": False, "lower_bound": -5.0}, {"use_kernel": False}]
