@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        if sys.stdout:  # closed from the start, it is None
+            sys.stdout.flush()
         return code
     except MlxftError as error:
         print(f"mlxft: {error}", file=sys.stderr)

@@ -61,7 +61,7 @@ def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
         if settings["trainer.layout"] != "packed":
             yield "data.batch_tokens", "only packed rows fill a number of tokens; give trainer.layout=packed"
         if "data.batch_size" in given:
-            yield "data.batch_size", "data.batch_tokens says how much a micro-batch holds; leave one of them out"
+            yield "data.batch_size", "data.batch_tokens says what a micro-batch holds; leave one of them out"
     if own and "data.train_on" in given:
         yield "data.train_on", f"{objective} trains on the answers; leave it out"
 

@@ -14,19 +14,23 @@ import numpy as np
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config, DataConfig
 from mlxft.data.example import Example
-from mlxft.data.formats import find_format
-from mlxft.data.load import load_examples
+from mlxft.data.formats import find_form, find_format
+from mlxft.data.load import load_examples, load_pairs
+from mlxft.data.report import DataReport
 from mlxft.data.sources import first_row
 from mlxft.errors import EXIT_DONE, GuardStop
 from mlxft.evaluation import text_windows
 from mlxft.evaluation.adapted import load_adapted
+from mlxft.evaluation.preference import PreferenceEvaluation, evaluate_pairs
 from mlxft.layouts.arrange import Arranger
 from mlxft.layouts.cache import TrainingCache
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.segmented.gradients import hidden_states, trained_head
+from mlxft.training.layout_choice import choose_layout
 from mlxft.training.objectives.common import HeadPlan, target_logps
+from mlxft.training.objectives.preference import LossSettings, Orpo
 from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
 
@@ -51,6 +55,19 @@ class Evaluation:
     tokens: int
     rows: int
     seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns every figure by name."""
+        return asdict(self)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Returns (name, value) as text, for people."""
+        return [
+            ("loss", f"{self.loss:.4f}{_plus_minus(self.loss_stderr, 4)} nats a token"),
+            ("perplexity", f"{self.perplexity:,.2f}{_plus_minus(self.perplexity_stderr, 2)}"),
+            ("tokens", f"{self.tokens:,} supervised"),
+            ("seconds", f"{self.seconds:.1f} ({self.tokens / self.seconds:,.0f} tokens/s)"),
+        ]
 
 
 def evaluate(decoder: DecoderView, batches: Iterable[Sequence[Example]], objective: Sft) -> Evaluation:
@@ -98,7 +115,7 @@ class Report:
     rows: of the file. windows: rows of the forwards, more of them where long texts were cut.
     """
 
-    evaluation: Evaluation
+    evaluation: Evaluation | PreferenceEvaluation
     rows: int
     windows: int
     model: str
@@ -107,24 +124,18 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything flat, as `--json` prints it."""
-        numbers = asdict(self.evaluation) | {"rows": self.rows, "windows": self.windows}
+        numbers = self.evaluation.as_dict() | {"rows": self.rows, "windows": self.windows}
         return numbers | {"model": self.model, "adapter": self.adapter, "data": self.data}
 
     def lines(self) -> list[tuple[str, str]]:
         """Returns (name, value) as text, for people."""
-        made = self.evaluation
         windows = f", cut into {self.windows:,} windows" if self.windows > self.rows else ""
         data = self.data if isinstance(self.data, str) else ", ".join(self.data)
         lines = [("model", self.model)]
         if self.adapter is not None:
             lines.append(("adapter", self.adapter))
-        return lines + [
-            ("data", f"{data}: {self.rows:,} row{'s' * (self.rows != 1)}{windows}"),
-            ("loss", f"{made.loss:.4f}{_plus_minus(made.loss_stderr, 4)} nats a token"),
-            ("perplexity", f"{made.perplexity:,.2f}{_plus_minus(made.perplexity_stderr, 2)}"),
-            ("tokens", f"{made.tokens:,} supervised"),
-            ("seconds", f"{made.seconds:.1f} ({made.tokens / made.seconds:,.0f} tokens/s)"),
-        ]
+        lines.append(("data", f"{data}: {self.rows:,} row{'s' * (self.rows != 1)}{windows}"))
+        return lines + self.evaluation.lines()
 
 
 def _plus_minus(error: Optional[float], digits: int) -> str:
@@ -151,20 +162,35 @@ def main(overrides: list[str]) -> int:
 def evaluate_config(config: Config) -> Report:
     """Returns the evaluation that a configuration describes: of `data.valid`, or of `data.train` without one.
 
+    Rows of text are scored by their loss, pairs of answers by which is likelier.
+
     Raises: InputError and GuardStop as `main` does.
     """
     source = config.data.train if config.data.valid is None else config.data.valid
     folder = resolve(config.model.path, config.model.revision)
+    head, adapter = HeadPlan(config.head.kind, config.head.chunk), config.adapter.init_from
     # Rows come first: what is wrong with them is said before a large model is read.
+    form = find_form(first_row(source, config.data.columns), config.data.format)
+    if form.kind == "pairs":
+        tokenizer = load_tokenizer(folder, required=form.format != "tokens")
+        pairs, report = load_pairs(source, config.data, tokenizer, vocabulary_size(folder))
+        _warn(report)
+        made = view(load_adapted(config, folder))
+        layout = choose_layout("orpo", pairs, made.layouts)
+        objective = Orpo(head, Arranger(layout, shape_multiple()), LossSettings(beta=1.0))
+        batches = _with_progress(fixed_batches(pairs, config.data.batch_size))
+        evaluation = evaluate_pairs(made, objective, batches)
+        return Report(evaluation, len(pairs), len(pairs), config.model.path, adapter, source)
     examples, num_rows = _load_rows(source, config.data, folder)
     made = view(load_adapted(config, folder))
-    batches = fixed_batches(examples, config.data.batch_size)
-    head = HeadPlan(config.head.kind, config.head.chunk)
-    layout = "padded" if config.trainer.layout == "auto" else config.trainer.layout
-    objective = Sft(head, Arranger(layout, shape_multiple()))
-    evaluation = evaluate(made, _with_progress(batches), objective)
-    adapter = config.adapter.init_from
+    objective = Sft(head, Arranger("padded", shape_multiple()))
+    evaluation = evaluate(made, _with_progress(fixed_batches(examples, config.data.batch_size)), objective)
     return Report(evaluation, num_rows, len(examples), config.model.path, adapter, source)
+
+
+def _warn(report: DataReport) -> None:
+    for line in report.lines()[2:]:  # after the sizes: what was cut or dropped
+        log.warning("%s", line)
 
 
 def _load_rows(source: Any, cfg: DataConfig, folder: Path) -> tuple[list[Example], int]:
@@ -173,8 +199,7 @@ def _load_rows(source: Any, cfg: DataConfig, folder: Path) -> tuple[list[Example
     is_text = find_format(first_row(source, cfg.columns), cfg.format) == "text"
     loaded = replace(cfg, max_length=sys.maxsize) if is_text else cfg
     examples, report = load_examples(source, loaded, tokenizer, vocabulary_size(folder))
-    for line in report.lines()[2:]:  # after the sizes: what was cut or dropped
-        log.warning("%s", line)
+    _warn(report)
     if not is_text:
         return examples, len(examples)
     bos_id = tokenizer.bos_token_id

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
 
@@ -109,12 +110,10 @@ def save_adapter(folder: str | Path, model: nn.Module, cfg: AdapterConfig, base:
         config = {"fine_tune_type": "full", "num_layers": len(model.layers)}
     else:
         tensors, config = _low_rank_content(model, cfg)
-    partial = folder / f".partial-{mlxlm_adapter.WEIGHTS}"
-    mx.save_safetensors(str(partial), tensors, metadata={"format": "mlx"})
-    _publish(partial, folder / mlxlm_adapter.WEIGHTS)
-    partial = folder / f".partial-{mlxlm_adapter.CONFIG}"
-    partial.write_text(json.dumps({"model": base, **config}, indent=1) + "\n")
-    _publish(partial, folder / mlxlm_adapter.CONFIG)
+    with _whole(folder / mlxlm_adapter.WEIGHTS) as partial, open(partial, "wb") as file:
+        mx.save_safetensors(file, tensors, metadata={"format": "mlx"})
+    with _whole(folder / mlxlm_adapter.CONFIG) as partial:
+        partial.write_text(json.dumps({"model": base, **config}, indent=1) + "\n")
 
 
 def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, mx.array], dict]:
@@ -131,10 +130,18 @@ def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, m
     return tensors, mlxlm_adapter.lora_config(places, set(wrapped), rank, scale, cfg.dropout)
 
 
-def _publish(partial: Path, final: Path) -> None:
-    with open(partial, "rb") as handle:
-        os.fsync(handle.fileno())
-    os.replace(partial, final)
+@contextmanager
+def _whole(final: Path):
+    """Gives a path to write to; what was written becomes `final` at once, or goes if the block fails."""
+    partial = final.with_name(f".partial-{final.name}")
+    try:
+        yield partial
+        with open(partial, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(partial, final)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     directory = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -137,9 +137,8 @@ class _Run:
         config, objective = self.config, self.config.trainer.objective
         layout = config.trainer.layout
         if layout == "auto":
-            layout = choose_layout(
-                objective, self.rows.train, getattr(self.view, "layouts", frozenset(["prefix_shared"]))
-            )
+            layout = choose_layout(objective, self.rows.train, self.view.layouts)
+        self.view.require(layout, self._gradient_kind)
         reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
@@ -163,9 +162,12 @@ class _Run:
         stepper.optimizer.init(self.view.model.trainable_parameters())
         return stepper
 
+    @property
+    def _gradient_kind(self) -> str:
+        return "whole" if self.config.trainer.gradient == "auto" else self.config.trainer.gradient
+
     def _gradient(self) -> Gradient:
-        trainer = self.config.trainer
-        kind = "whole" if trainer.gradient == "auto" else trainer.gradient
+        trainer, kind = self.config.trainer, self._gradient_kind
         log.info("gradient: %s; layout: %s", kind, self.objective.arranger.layout)
         if trainer.log_memory:
             self.memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)

@@ -35,7 +35,7 @@ class Windows:
 
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
         """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""
-        return max_steps if max_steps is not None else max(1, math.ceil(epochs * self.per_epoch))
+        return max_steps if max_steps is not None else max(1, math.ceil(round(epochs * self.per_epoch, 6)))
 
 
 def dropout_key_data(seed: int, step: int, micro: int) -> np.ndarray:
