@@ -43,7 +43,7 @@ def check(made) -> None:
 
 
 def _group(made) -> Group:
-    vocabulary = made.head_module.weight.shape[0]
+    vocabulary = made.embedding.weight.shape[0]
     tokens = np.random.default_rng(0).integers(0, vocabulary, _PROMPT + sum(_BRANCHES)).astype(np.int32)
     prompt, *branches = np.split(tokens, [_PROMPT, _PROMPT + _BRANCHES[0]])
     return Group(prompt, tuple(branches))

@@ -94,6 +94,12 @@ class DecoderView:
                 "Use trainer.gradient=whole"
             )
 
+    def require_of(self, cache: TrainingCache) -> None:
+        """Raises InputError if the model cannot be trained in the layout of `cache`."""
+        if self.refused and not cache.layout.is_plain:
+            shared = any(len(piece.keys) > 1 for piece in cache.layout.pieces)
+            self.require("prefix_shared" if shared else "packed")
+
     def windows(self) -> list[Optional[int]]:
         """Returns each layer's sliding window in positions, None for full attention."""
         if self._windows is None:
@@ -112,7 +118,8 @@ class DecoderView:
         return (self.decoder.embed_tokens(tokens) if given is None else given,)
 
     def run(self, state: State, start: int, stop: int, cache: TrainingCache) -> State:
-        """Returns the state after layers [start, stop)."""
+        """Returns the state after layers [start, stop). Raises: InputError for a layout that is refused."""
+        self.require_of(cache)
         hidden = state[0]
         for layer, window in zip(self.layers[start:stop], self.windows()[start:stop], strict=True):
             hidden = layer(hidden, cache.make_mask(hidden.shape[1], window_size=window), cache)

@@ -90,7 +90,7 @@ def test_the_inverse_of_a_triangle_times_the_triangle_is_the_identity():
 
 
 def test_memory_grows_with_the_row_by_a_state_a_chunk_not_a_step():
-    """Three states more for three chunks more, of 128 KB each; a loop over time keeps one a step, 24 MB."""
+    """From 64 to 256 steps 6 MB more, three states among them; a loop over time, a state a step, takes 52."""
 
     def peak(length):
         arrays = [mx.zeros((1, length, 2, 128))] * 3 + [mx.zeros((1, length, 2))] * 2

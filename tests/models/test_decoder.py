@@ -116,6 +116,7 @@ def test_a_view_that_only_layouts_break_is_trained_padded_and_refuses_the_others
         """Takes every row for one that starts at position 0 and sees all before it."""
 
         def run(self, state, start, stop, cache):
+            self.require_of(cache)
             return super().run(state, start, stop, TrainingCache(padded(cache.layout.length)))
 
     made = MixedUp(model)
@@ -126,8 +127,10 @@ def test_a_view_that_only_layouts_break_is_trained_padded_and_refuses_the_others
         f"trainer.layout=packed: models of type '{model.model_type}' cannot be trained so: run plainly, "
         "this one's logits differ by .*. Use trainer.layout=padded$"
     )
-    with pytest.raises(InputError, match=expected):
-        made.require("packed")
+    packed = Layout(4, (Piece(0, 2, ((0, 2),), 0), Piece(2, 4, ((2, 4),), 0)))
+    for refuse in (lambda: made.require("packed"), lambda: logits_by_parts(made, tokens(4), packed)):
+        with pytest.raises(InputError, match=expected):
+            refuse()
 
 
 class _OffByOne(DecoderView):

@@ -51,9 +51,9 @@ class Scored:
         return (linear_logps(rows, head, inputs["targets"], None) * inputs["weights"]).sum(), {}
 
 
-def forwarded(layout: str, groups: list[Group], first: int = 0):
+def forwarded(layout: str, groups: list[Group], first: int = 0, multiple: int = 1):
     """The arrays of one forward of `groups`, whose first row is number `first`, and its layout."""
-    arranged = Arranger(layout)(groups)
+    arranged = Arranger(layout, multiple)(groups)
     num_rows = len(arranged.places)
     arrays = {
         "tokens": arranged.tokens,
@@ -136,6 +136,16 @@ def test_every_layout_gives_the_outputs_of_rows_alone(trained, layout):
 def test_every_layout_gives_the_gradients_of_rows_alone(trained, layout, kind):
     made, expected = trained
     assert difference(expected, gradients(made, [forwarded(layout, GROUPS)], kind)) < CLOSE
+
+
+@pytest.mark.parametrize("multiple", [4, 16])
+@pytest.mark.parametrize("layout", ["packed", "prefix_shared"])
+def test_lengths_rounded_up_as_on_a_gpu_change_nothing(trained, layout, multiple, monkeypatch):
+    for module in ("attention", "cache"):
+        monkeypatch.setattr(f"mlxft.layouts.{module}.shape_multiple", lambda: multiple)
+    made, expected = trained
+    rounded = [forwarded(layout, GROUPS, multiple=multiple)]
+    assert difference(expected, gradients(made, rounded, "whole")) < CLOSE
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "qwen3_5", "qwen3_next"])

@@ -38,7 +38,8 @@ class Gemma4View(DecoderView):
         return hidden, decoder._project_per_layer_inputs(hidden, inputs)
 
     def run(self, state: State, start: int, stop: int, cache: TrainingCache) -> State:
-        """Returns the state after layers [start, stop)."""
+        """Returns the state after layers [start, stop). Raises: InputError for a layout that is refused."""
+        self.require_of(cache)
         hidden, *rest = state
         inputs = rest.pop(0) if self._has_inputs else None
         shared = {donor: (rest[2 * n], rest[2 * n + 1]) for n, donor in enumerate(self._needed(start))}

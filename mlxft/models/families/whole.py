@@ -68,11 +68,15 @@ class WholeView(DecoderView):
         return (tokens,)
 
     def run(self, state: State, start: int, stop: int, cache: TrainingCache) -> State:
-        """Returns the hidden states after the last norm. Raises: InputError for less than all layers."""
+        """Returns the hidden states after the last norm.
+
+        Raises: InputError for any layout but the padded one, and for less than all layers.
+        """
         if start == stop:
             return state
-        in_one = (start, stop) == (0, self.num_layers)
-        self.require("padded" if cache.layout.is_plain else "packed", "whole" if in_one else "checkpoint")
+        self.require_of(cache)
+        if (start, stop) != (0, self.num_layers):
+            self.require("padded", gradient="checkpoint")
         return (self.decoder(state[0]),)
 
     def finish(self, state: State) -> mx.array:
