@@ -50,6 +50,7 @@ def folder(tiny_model, tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m mlxft "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of reference log-probabilities
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
