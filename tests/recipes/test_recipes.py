@@ -1,4 +1,4 @@
-"""The recipes that come with mlxft: each composes and names its cost; the quickstart does what it says."""
+"""The recipes that come with mlxft: each composes, names its cost and does what it says."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from mlxft.config import compose
 from mlxft.config.recipes import description, find_recipes
 from mlxft.config.schema import DataConfig
-from mlxft.data.load import load_examples
+from mlxft.data.load import load_examples, load_pairs
 from mlxft.evaluation.generate import prompt_tokens
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
@@ -20,6 +20,7 @@ OWN = {
     if recipe.path.resolve().parent == folder("recipes")
 }
 BUNDLED = ("pebble.jsonl", "pebble_valid.jsonl")
+PREFERENCE = ("dpo", "simpo")
 
 
 def conversations(name):
@@ -70,6 +71,29 @@ def test_generate_asks_with_the_tokens_that_training_saw(smollm2):
         assert row.tokens[: row.mask.argmax()].tolist() == asked, row.where
 
 
+@pytest.mark.parametrize("name", ["shout.jsonl", "shout_valid.jsonl"])
+def test_bundled_pairs_differ_in_capitals_and_nothing_else(name, smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    pairs, report = load_pairs(f"bundled:{name}", DataConfig(), tokenizer, vocabulary_size(smollm2))
+    assert report.num_examples == report.num_rows and report.num_identical == 0
+    for pair in pairs:
+        chosen, rejected = (
+            tokenizer.decode(answer[mask].tolist()).removesuffix("<|im_end|>")
+            for answer, mask in ((pair.chosen, pair.chosen_mask), (pair.rejected, pair.rejected_mask))
+        )
+        assert chosen == rejected.upper() != rejected, pair.where
+
+
+def test_held_out_pairs_ask_what_no_other_row_asks():
+    def questions(name):
+        rows = bundled_data(name).read_text(encoding="utf-8").splitlines()
+        return {json.loads(row)["prompt"][0]["content"] for row in rows}
+
+    held_out = questions("shout_valid.jsonl")
+    assert len(held_out) == 24
+    assert not held_out & (questions("shout.jsonl") | questions("shout_unpaired.jsonl"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -91,3 +115,21 @@ def test_the_quickstart_teaches_the_name_and_keeps_paris(seed, tmp_path):
         folder=tmp_path,
     )  # fmt: skip
     assert "mlxft project" in asked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_a_preference_recipe_prefers_capitals_on_held_out_pairs(name, tmp_path):
+    def evaluated(*adapter):
+        pairs = "data.valid=bundled:shout_valid.jsonl"
+        done = mlxft("eval", "--json", f"+recipe={name}", pairs, *adapter, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    run = tmp_path / "run"
+    done = mlxft("train", f"+recipe={name}", f"run.dir={run}", folder=tmp_path, timeout=1700)
+    assert done.returncode == 0, done.stderr
+    before, after = evaluated(), evaluated(f"adapter.init_from={run / 'adapter'}")
+    assert before["accuracy"] < 0.2 and before["margin"] < 0
+    assert after["accuracy"] == 1.0 and after["margin"] > 0
