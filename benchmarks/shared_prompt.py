@@ -9,7 +9,8 @@ pieces          the same row, attention in pieces without a mask (trainer.layout
 
 Random weights of the shape (smollm2: SmolLM2-135M, float32 on a CPU; qwen3: Qwen3-0.6B, bfloat16), LoRA
 rank 8 on all projections. Each way is a process of its own: loss and gradients, one pair a step, first
-steps that warm up and are left out (one on a CPU, three on a GPU), then the median step. Peak: MLX's, over what the model itself takes.
+steps that warm up and are left out (one on a CPU, three on a GPU), then the median step. Peak: MLX's,
+over what the model itself takes.
 """
 
 import argparse
@@ -54,9 +55,10 @@ WAYS = {"two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "pr
 
 def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) -> dict:
     """Returns seconds of the median step, bytes of the peak, and the loss, of one way."""
-    import mlx.core as mx
-
     import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
+
+    import mlx.core as mx  # isort: skip
+
     from mlxft.backend import shape_multiple
     from mlxft.layouts.arrange import Arranger
     from mlxft.segmented import gradients
@@ -65,7 +67,8 @@ def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) 
 
     made = random_view(shape)
     multiple = 1 if way == "boolean mask" else shape_multiple()
-    objective = Orpo(HeadPlan(), Arranger(WAYS[way], multiple), LossSettings(0.1, nll_weight=1.0, nll_scope="full"))
+    settings = LossSettings(0.1, nll_weight=1.0, nll_scope="full")
+    objective = Orpo(HeadPlan(), Arranger(WAYS[way], multiple), settings)
     if way == "boolean mask":
         gradients.TrainingCache = masked_cache(num_prompt, num_answer)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu

@@ -58,12 +58,14 @@ def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
     if settings["trainer.layout"] == "prefix_shared" and objective not in PAIR_OBJECTIVES:
         yield "trainer.layout", f"the rows of {objective} share no prompts; use packed"
     if settings["data.batch_tokens"] is not None:
+        if own == "preference":
+            yield "data.batch_tokens", f"a micro-batch of {objective} is so many pairs; give data.batch_size"
         if settings["trainer.layout"] != "packed":
             yield "data.batch_tokens", "only packed rows fill a number of tokens; give trainer.layout=packed"
         if "data.batch_size" in given:
             yield "data.batch_size", "data.batch_tokens says what a micro-batch holds; leave one of them out"
-    if own and "data.train_on" in given:
-        yield "data.train_on", f"{objective} trains on the answers; leave it out"
+    if own and settings["data.train_on"] == "all":
+        yield "data.train_on", f"{objective} trains on the answers; leave it out, or say last_assistant"
 
 
 def _loss(settings: Mapping[str, Any], given: set[str]) -> Found:
@@ -83,8 +85,10 @@ def _loss(settings: Mapping[str, Any], given: set[str]) -> Found:
 
 def _validation(settings: Mapping[str, Any]) -> Found:
     if not is_missing(settings["data.valid"]):
+        if settings["trainer.patience"] and not settings["trainer.eval_every"]:
+            yield "trainer.patience", "it counts validations, of which there is one; give trainer.eval_every"
         return
-    for name in ("trainer.eval_every", "trainer.patience"):
+    for name in ("trainer.eval_every", "trainer.patience", "trainer.min_delta"):
         if settings[name] > 0:
             yield name, "it needs validation data; give data.valid"
 

@@ -60,7 +60,7 @@ class LossConfig:
     label_smoothing: float = 0.0  # the chance that a pair's label is wrong
     gamma: Optional[float] = None  # of simpo, the lead in reward that is asked for; None: 0.5
     nll_scope: str = "full"  # of orpo, the tokens of its own loss: full (prompt too) | response
-    nll_weight: Optional[float] = None  # of the chosen answers' own loss; None: 1 for cpo, else 0
+    nll_weight: Optional[float] = None  # of the chosen answers' own loss; None: 1 for cpo, 0 for dpo, simpo
     desirable_weight: float = 1.0  # of kto's good rows
     undesirable_weight: float = 1.0  # of kto's bad rows
     reference: str = "base"  # of dpo and kto: base (adapter off) | start (with init_from) | a model's path

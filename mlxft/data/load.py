@@ -5,11 +5,11 @@ from typing import Any
 from mlxft.config.schema import DataConfig
 from mlxft.data.encode import RowEncoder
 from mlxft.data.example import Example, Pair, Unpaired
-from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form, type_row
+from mlxft.data.formats import Form, check_columns, check_kind, find_form, type_row
 from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
 from mlxft.data.preferences import type_pair, type_unpaired
 from mlxft.data.report import DataReport, source_name
-from mlxft.data.sources import Rows, first_row, read_rows
+from mlxft.data.sources import Rows, read_rows
 from mlxft.data.truncate import Limit, fit
 from mlxft.errors import InputError
 
@@ -76,18 +76,6 @@ def load_unpaired(
         if report.keeps(fitted):
             answers.append(split_unpaired(fitted.tokens, fitted.mask, typed.label, row.where))
     return answers, _closed(report, answers, encoder, cfg)
-
-
-def check_objective(source: Any, cfg: DataConfig, objective: str) -> None:
-    """Checks by the first row of a data set, before a model is loaded, that its rows fit the objective.
-
-    Raises:
-        InputError: the file or its first row cannot be read, or the row is for another objective, which
-            the text names.
-    """
-    kind = next(kind for kind, names in OBJECTIVES.items() if objective in names)
-    row = first_row(source, cfg.columns)
-    check_kind(row, find_form(row, cfg.format, kind), kind)
 
 
 def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Rows, Form, DataReport]:

@@ -136,8 +136,14 @@ def _composed_causal(q, k, v, scale, sinks, block: int = 512) -> mx.array:
         stop = min(start + block, q.shape[2])
         row = mx.arange(start, stop)[:, None] + before
         mask = mx.arange(before + stop)[None] <= row
-        part = mx.checkpoint(lambda q, k, v, mask=mask: _composed(q, k, v, mask, scale, sinks))
-        outputs.append(part(q[:, :, start:stop], k[:, :, : before + stop], v[:, :, : before + stop]))
+        # A recompute has gradients only for its arguments: sinks are one of them where there are any.
+        given = () if sinks is None else (sinks,)
+
+        def part(q, k, v, *sinks, mask=mask):
+            return _composed(q, k, v, mask, scale, *(sinks or (None,)))
+
+        keys = slice(0, before + stop)
+        outputs.append(mx.checkpoint(part)(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], *given))
     return mx.concatenate(outputs, axis=2)
 
 

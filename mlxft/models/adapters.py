@@ -139,7 +139,7 @@ def _whole(final: Path):
         with open(partial, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(partial, final)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     directory = os.open(final.parent, os.O_RDONLY)

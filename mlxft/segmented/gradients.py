@@ -25,6 +25,7 @@ Result = tuple[mx.array, dict[str, mx.array], Any]
 
 # Compiled programs kept: one for each layout and set of shapes still in use.
 _MAX_PROGRAMS = 64
+_MAX_SEEN = 512  # layouts remembered, to know which come again
 
 
 class Objective(Protocol):
@@ -59,7 +60,7 @@ class Gradient:
         self._run_layers = {"whole": _run_plain, "checkpoint": _run_checkpointed}[kind]
         self._traced = False
         self._programs: OrderedDict[tuple, Callable] = OrderedDict()
-        self._seen: set[tuple] = set()
+        self._seen: OrderedDict[tuple, None] = OrderedDict()
 
     def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
         self._traced = False
@@ -83,7 +84,9 @@ class Gradient:
             # Pieces may differ every step, and a program for one use costs more than it saves: they
             # are worth one when they come again.
             worth_it = layout.is_plain or key in self._seen
-            self._seen.add(key)
+            self._seen[key] = None
+            if len(self._seen) > _MAX_SEEN:
+                self._seen.popitem(last=False)
             if not worth_it:
                 return self._differentiated(layout)
             self._programs[key] = mx.compile(self._differentiated(layout))

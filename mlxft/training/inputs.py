@@ -47,7 +47,7 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
         rows, report = load(source, data, tokenizer, vocabulary)
         for line in report.lines():
             log.info("%s: %s", name, line)
-        return mismatch(rows) if objective == "kto" else rows
+        return mismatch(rows, data.max_length) if objective == "kto" else rows
 
     train = loaded(data.train, "training rows")
     return Rows(train, loaded(data.valid, "validation rows") if data.valid is not None else [])

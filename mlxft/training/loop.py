@@ -106,7 +106,7 @@ class Loop:
         self.memory.begin(step + 1)
         rate = learning_rate(step, self.total_steps, self.config.optimizer.lr, self.config.schedule)
         batches = self.windows.at(step)
-        with memory_guard(step + 1, batches):
+        with memory_guard(f"step {step + 1}", batches):
             window = self.stepper.window(batches, step)
             if window is None:
                 return False

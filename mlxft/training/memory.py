@@ -65,8 +65,11 @@ class MemoryLog(StepMemory):
 
 
 @contextmanager
-def memory_guard(step: int, batches: Sequence[Sequence[Row]]):
-    """Makes of MLX running out of memory within the block a GuardStop that says what may help."""
+def memory_guard(what: str, batches: Sequence[Sequence[Row]]):
+    """Makes of MLX running out of memory within the block a GuardStop that says what may help.
+
+    what: what needed it, such as "step 3".
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -75,7 +78,7 @@ def memory_guard(step: int, batches: Sequence[Sequence[Row]]):
         rows, width = max((len(batch), max(row.num_tokens for row in batch)) for batch in batches)
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise GuardStop(
-            f"step {step} needs more memory than there is, for {rows} rows of up to {width} tokens at once "
+            f"{what} needs more memory than there is, for {rows} rows of up to {width} tokens at once "
             f"({reason}). Checkpoints are intact. Fewer rows at once (data.batch_size, with more "
             "trainer.accumulate), shorter ones (data.max_length) or trainer=checkpoint need less"
         ) from error

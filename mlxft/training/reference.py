@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import mlx.core as mx
 import numpy as np
@@ -76,12 +76,19 @@ def make(config: Config, view: DecoderView) -> Reference:
     policy as it is now. Anything else is the path of a model. Raises: InputError if that cannot be loaded.
     """
     named = config.loss.reference
-    if named == "start" or (named == "base" and config.adapter.kind == "full"):
+    if is_the_start(config):
         return as_at_start(view)
     if named == "base":
         return adapter_off
     model, _ = load_model(resolve(named), config.model.dtype)
     return another_model(checked_view(model))
+
+
+def is_the_start(config: Config) -> bool:
+    """Tells whether the reference is the policy as training begins: asked for, or nothing to switch off."""
+    return config.loss.reference == "start" or (
+        config.loss.reference == "base" and config.adapter.kind == "full"
+    )
 
 
 def with_references(objective, view: DecoderView, rows: list[Any], config: Config, folder: Path) -> list[Any]:
@@ -91,20 +98,22 @@ def with_references(objective, view: DecoderView, rows: list[Any], config: Confi
     """
     named = config.loss.reference
     scored_model = folder if named in ("base", "start") else resolve(named)
-    started_from = Path(config.adapter.init_from) if named == "start" and config.adapter.init_from else None
+    started = is_the_start(config)
+    started_from = Path(config.adapter.init_from) if started and config.adapter.init_from else None
     key = _key(
         _VERSION,
         scored_model,
         started_from,
-        named == "start" and config.adapter,
+        started and (config.adapter, config.trainer.seed),
         config.model.dtype,
         config.trainer.objective,
         objective.arranger,
+        config.data.batch_size,
         [_arrays(row) for row in rows],
     )
     path = _cache_folder() / f"{key}.npy"
-    if path.exists():
-        values = np.load(path)
+    values = _kept(path, len(rows))
+    if values is not None:
         log.info("reference log-probabilities of %d rows: as kept in %s", len(rows), path)
     else:
         log.info(
@@ -142,6 +151,15 @@ def _key(*parts: Any) -> str:
 def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "mlxft" / "reference"
+
+
+def _kept(path: Path, num_rows: int) -> Optional[np.ndarray]:
+    """Returns the values that were kept, or None: not there, or damaged, and so computed again."""
+    try:
+        values = np.load(path)
+    except (OSError, ValueError, EOFError):
+        return None
+    return values if values.shape == (num_rows, 2) else None
 
 
 def _keep(path: Path, values: np.ndarray) -> None:

@@ -133,7 +133,8 @@ class Continuation:
         if fixed:
             self._refuse("was trained with other settings", fixed)
         for key in changed:
-            if key == "adapter.init_from" and self._now["loss.reference"] != "start":
+            sets_reference = self._now["loss.reference"] == "start" or self._now["adapter.kind"] == "full"
+            if key == "adapter.init_from" and not sets_reference:
                 log.warning("resuming: adapter.init_from has no effect, the checkpoint has its weights")
             elif key == "adapter.init_from" or key not in _JUDGED_LATER + _WITHOUT_EFFECT:
                 log.warning(

@@ -27,8 +27,9 @@ from mlxft.training.folder import CONFIG, Start, open_run
 from mlxft.training.inputs import Rows, load_rows, load_trained
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
-from mlxft.training.memory import MemoryLog, StepMemory
+from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
+from mlxft.training.objectives.common import Row
 from mlxft.training.reference import make as make_reference
 from mlxft.training.reference import with_references
 from mlxft.training.samples import answer_all, show_samples
@@ -102,6 +103,12 @@ class _Run:
                 f"{start.continuation.checkpoint.folder} has {start.step} steps done, and the run is to have "
                 f"{self.total_steps}. Give more: trainer.max_steps or trainer.epochs"
             )
+        if config.schedule.warmup_steps >= self.total_steps:
+            raise InputError(
+                f"schedule.warmup_steps={config.schedule.warmup_steps} are not fewer than the run's "
+                f"{self.total_steps} steps: the learning rate would never be optimizer.lr. Give fewer, or "
+                "more trainer.epochs"
+            )
         self.view, self.report = load_trained(config, folder)
         if start.continuation:
             start.continuation.check_adapter(self.report)
@@ -142,10 +149,12 @@ class _Run:
         reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
-            train, valid = (
-                with_references(self.objective, self.view, rows, config, folder) if rows else []
-                for rows in (self.rows.train, self.rows.valid)
-            )
+            batches = fixed_batches(self.rows.train, config.data.batch_size)
+            with memory_guard("scoring the reference", batches):
+                train, valid = (
+                    with_references(self.objective, self.view, rows, config, folder) if rows else []
+                    for rows in (self.rows.train, self.rows.valid)
+                )
             self.rows = Rows(train, valid)
             self.windows = replace(self.windows, rows=train)
 
@@ -175,13 +184,25 @@ class _Run:
         compiled = backend() != "cpu" and observer is None  # phases cannot be told apart in one program
         return Gradient(self.view, self.objective, kind, compiled, trainer.deterministic, observer)
 
+    def _valid_batches(self) -> list[list[Row]]:
+        """Validation rows in batches no larger than those of training."""
+        data, rows = self.config.data, self.rows.valid
+        if data.batch_tokens is None:
+            return fixed_batches(rows, data.batch_size)
+        order = PackedOrder([row.num_tokens for row in rows], data.batch_tokens, shuffle=False, seed=0)
+        return [[rows[place] for place in batch] for batch in order.epoch(0)]
+
     def _loop(self, stepper: Stepper, screen, stop) -> Loop:
         best = BestAdapter(self.run_dir, self._write_adapter)
         best.restore(self.progress.best_step, self.start.from_run)
         check = None
         if self.rows.valid:
-            batches = fixed_batches(self.rows.valid, self.config.data.batch_size)
-            check = lambda: validate(self.view, self.objective, batches)  # noqa: E731
+            batches = self._valid_batches()
+
+            def check() -> dict[str, Any]:
+                with memory_guard("validation", batches):
+                    return validate(self.view, self.objective, batches)
+
         return Loop(
             self.config,
             stepper,

@@ -1,4 +1,4 @@
-"""Preference objectives: one forward of a shared prompt equals two forwards, for losses and every gradient."""
+"""Preference objectives: one forward of a shared prompt equals two, for losses and every gradient."""
 
 from dataclasses import replace
 
@@ -148,7 +148,7 @@ def unpaired() -> list[Unpaired]:
         )
         for p, c, label in ((9, 4, True), (3, 7, False), (12, 1, True), (5, 5, True))
     ]
-    return mismatch(rows)
+    return mismatch(rows, 100)
 
 
 def kto(layout="padded", **weights) -> Kto:
@@ -189,3 +189,9 @@ def test_kto_is_its_formula_on_the_models_own_log_probabilities(tmp_path):
     assert total["kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
     assert total["rewards/chosen"] == pytest.approx(0.4 * lead[good].mean(), rel=1e-4)
     assert total["rewards/rejected"] == pytest.approx(0.4 * lead[~good].mean(), rel=1e-4)
+
+
+def test_a_mismatched_answer_is_cut_where_it_would_be_too_long():
+    """Prompts of 9, 3, 12 and 5 tokens, answers of 4, 7, 1 and 5, at most 12 together."""
+    rows = mismatch(unpaired(), 12)
+    assert [len(row.other) for row in rows] == [3, 1, 1, 4]

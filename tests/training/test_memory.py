@@ -28,7 +28,7 @@ def batch(*lengths):
 )
 def test_no_memory_ends_in_a_sentence_with_the_largest_batch_and_what_helps(text):
     with pytest.raises(GuardStop) as stop:
-        with memory_guard(7, [batch(5, 9), batch(30, 7, 4)]):
+        with memory_guard("step 7", [batch(5, 9), batch(30, 7, 4)]):
             raise RuntimeError(text)
     said = str(stop.value)
     assert "step 7 needs more memory than there is, for 3 rows of up to 30 tokens at once" in said
@@ -38,7 +38,7 @@ def test_no_memory_ends_in_a_sentence_with_the_largest_batch_and_what_helps(text
 
 def test_other_errors_pass_through():
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        with memory_guard(7, [batch(5)]):
+        with memory_guard("step 7", [batch(5)]):
             raise RuntimeError("shapes do not fit")
 
 

@@ -136,10 +136,14 @@ class Kto:
         return (terms * inputs["weights"]).sum(), metrics
 
 
-def mismatch(rows: Sequence[Unpaired]) -> list[Unpaired]:
-    """Returns the rows, each knowing the next one's answer, the last one the first's."""
+def mismatch(rows: Sequence[Unpaired], max_length: int) -> list[Unpaired]:
+    """Returns the rows, each knowing the next one's answer, the last one the first's.
+
+    max_length: tokens of a prompt with the other's answer, whose end is cut where it is too long.
+    """
     after = [*rows[1:], *rows[:1]]
+    rooms = [max(max_length - len(row.prompt), 1) for row in rows]
     return [
-        replace(row, other=next_row.completion, other_mask=next_row.completion_mask)
-        for row, next_row in zip(rows, after, strict=True)
+        replace(row, other=other.completion[:room], other_mask=other.completion_mask[:room])
+        for row, other, room in zip(rows, after, rooms, strict=True)
     ]
