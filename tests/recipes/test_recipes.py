@@ -20,7 +20,7 @@ OWN = {
     if recipe.path.resolve().parent == folder("recipes")
 }
 BUNDLED = ("pebble.jsonl", "pebble_valid.jsonl")
-PREFERENCE = ("dpo", "simpo")
+PREFERENCE = ("orpo", "dpo", "simpo")
 
 
 def conversations(name):
