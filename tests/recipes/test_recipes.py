@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mlxft.backend import backend
 from mlxft.config import compose
 from mlxft.config.recipes import description, find_recipes
 from mlxft.config.schema import DataConfig
@@ -133,3 +134,19 @@ def test_a_preference_recipe_prefers_capitals_on_held_out_pairs(name, tmp_path):
     before, after = evaluated(), evaluated(f"adapter.init_from={run / 'adapter'}")
     assert before["accuracy"] < 0.2 and before["margin"] < 0
     assert after["accuracy"] == 1.0 and after["margin"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_packed_recipe_learns_the_quickstarts_rows_and_pads_nothing(tmp_path, smollm2):
+    rows, _ = load_examples(
+        "bundled:pebble.jsonl", DataConfig(), load_tokenizer(smollm2), vocabulary_size(smollm2)
+    )
+    run = tmp_path / "run"
+    done = mlxft("train", "+recipe=packed_sft", f"run.dir={run}", folder=tmp_path, timeout=1700)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["kind"] == "valid" and steps[-1]["loss"] < 1.0
+    if backend() == "cpu":  # elsewhere lengths are rounded up
+        positions = sum(step["positions"] for step in steps if step["kind"] == "train")
+        assert positions == 2 * sum(len(row.tokens) - 1 for row in rows)
