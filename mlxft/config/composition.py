@@ -211,7 +211,7 @@ def _checked(
     for name, value in values.items():
         if name not in keys:
             problems.add(name, unknown_key(name, keys))
-        elif not (is_missing(value) and is_missing(keys[name].default)):
+        elif value == [] or not (is_missing(value) and is_missing(keys[name].default)):
             try:
                 settings[name] = settle(keys[name], value)
             except ValueError as error:

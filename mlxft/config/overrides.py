@@ -53,6 +53,10 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Key], problems: Prob
     request = Request()
     groups = group_files()
     for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            shown = argument.encode("utf-8", "backslashreplace").decode()
+            problems.add(shown, "this is not text in UTF-8; set the terminal to UTF-8")
+            continue
         match = _ARGUMENT.fullmatch(argument.lstrip())
         if argument.startswith(("-", "~")) or not match:
             problems.add(argument, _not_an_assignment(argument, keys))

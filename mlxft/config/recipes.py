@@ -41,7 +41,8 @@ def find_recipes() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for place in (folder("recipes"), USERS_FOLDER):
         for path in sorted(place.glob("*.yaml")) + sorted(place.glob("*.yml")):
-            found[path.stem] = Recipe(path.stem, path)
+            if path.is_file():
+                found[path.stem] = Recipe(path.stem, path)
     return dict(sorted(found.items()))
 
 
@@ -97,6 +98,8 @@ def read_recipe(recipe: Recipe) -> RecipeBody:
         values = OmegaConf.to_container(OmegaConf.load(recipe.path), resolve=False)
     except yaml.YAMLError as error:
         raise InputError(_yaml_message(error, where)) from None
+    except RecursionError:
+        raise InputError(f"{where}: an anchor (&name) contains itself") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: this is not text in UTF-8 ({error.reason})") from None
     except OSError as error:

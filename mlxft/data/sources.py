@@ -129,9 +129,23 @@ def _read_lines(name: str) -> Iterator[tuple[int, str, dict]]:
             yield line, text, _parse(text, where)
 
 
+class _Double(Exception):
+    """A key that an object has twice: JSON readers keep the last and drop the rest in silence."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        raise _Double(next(repr(key) for key, _ in pairs if key in seen or seen.add(key)))
+    return values
+
+
 def _parse(text: str, where: str) -> dict:
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_without_doubles)
+    except _Double as double:
+        raise InputError(f"{where}: the key {double} stands twice in one object. Keep one of them.") from None
     except json.JSONDecodeError as error:
         hint = ""
         if text in ("{", "[", "[{"):

@@ -128,7 +128,8 @@ class ChatTemplate:
             text = self.render([user, turn], None).rstrip()
         except Refused:
             return  # no tools in this template
-        last = int(self.tokenise(text).tokens[-1])
+        tokens = self.tokenise(text).tokens
+        last = int(tokens[-1]) if len(tokens) else None
         if "look" in text and last in self.special_ids:
             self.end_ids.add(last)
 

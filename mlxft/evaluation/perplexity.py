@@ -152,7 +152,7 @@ def main(overrides: list[str]) -> int:
     report = evaluate_config(compose([text for text in overrides if text != "--json"], command="eval").config)
     if "--json" in overrides:
         print(json.dumps(report.as_dict(), ensure_ascii=False))
-    elif sys.stdout.isatty():
+    elif sys.stdout and sys.stdout.isatty():
         _print_table(report.lines())
     else:
         print("\n".join(f"{name}: {value}" for name, value in report.lines()))

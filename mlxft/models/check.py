@@ -57,6 +57,11 @@ def _compare(made, group: Group, how: str, own: Callable) -> None:
     """Compares all layouts with `own`, the model's own forward of one row."""
     rows = [np.concatenate([group.prompt, branch])[:-1] for branch in group.branches]
     expected = mx.concatenate([own(mx.array(row[None]))[0] for row in rows])
+    if not mx.isfinite(expected).all().item():
+        raise InputError(
+            "the model's own logits are not finite: its weights hold nan or inf, or model.dtype is too "
+            "narrow for them. Take another copy of the model, or model.dtype=float32"
+        )
     for layout in ("padded", *sorted(made.layouts - {"padded"})):
         found = _logits(made, group, layout)
         difference = _difference(found, expected)

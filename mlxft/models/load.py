@@ -95,9 +95,10 @@ def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWr
 def vocabulary_size(folder: Path) -> int:
     """Returns the number of token ids that the model in `folder` has an embedding for. Raises: InputError."""
     config = audit.read_json(folder / "config.json")
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if not isinstance(size, int):
-        raise InputError(f"{folder / 'config.json'}: vocab_size is {size!r}; it has to be a number")
+    inner = config.get("text_config")
+    size = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, dict) else None)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InputError(f"{folder / 'config.json'}: vocab_size is {size!r}; it has to be a number above 0")
     return size
 
 

@@ -1,5 +1,6 @@
 """mlx-lm's adapter layout: adapters.safetensors and adapter_config.json."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ def read(folder: Path) -> Adapter:
         raise InputError(f"{file}: lora_parameters is missing or not an object")
     rank, scale = number(parameters, "rank", file), float(number(parameters, "scale", file))
     num_layers = int(number(config, "num_layers", file))
+    if not math.isfinite(scale) or scale == 0:
+        raise InputError(f"{file}: lora_parameters.scale is {scale}; it has to be finite and not 0")
     keys = parameters.get("keys")
+    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        raise InputError(f"{file}: lora_parameters.keys is {keys!r}; it has to be a list of names of layers")
     layers = {}
     for path, (a, b) in paired(tensors, (".lora_a", ".lora_b"), folder / WEIGHTS).items():
         if a.shape[1] != rank or b.shape[0] != rank:

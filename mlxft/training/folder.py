@@ -99,12 +99,19 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack) -> Start:
+    # A run leaves its lock from its first moment on: what stands here without one is somebody's.
+    is_foreign = given is not None and not (given / LOCK).exists() and _holds_a_run(given)
     run_dir = given or _newest_same(name, config)
     if run_dir is not None:
         _enter(run_dir, held)
         checkpoint = CheckpointStore(run_dir).latest()
         if checkpoint is not None:
             return Start(run_dir, _checked(checkpoint, config))
+    if is_foreign:
+        raise InputError(
+            f"run.dir={given} holds files that this would overwrite, and no checkpoint to continue. Another "
+            "run.dir keeps them"
+        )
     if given is not None and (given / "summary.json").exists():
         raise InputError(
             f"run.dir={given} holds a run that has ended, without a checkpoint to continue. Another "

@@ -97,6 +97,11 @@ class Loop:
         if self._should_stop_early():
             log.info("stopped early: no improvement in %d validations", self.progress.without_improvement)
             return "early_stopped"
+        if self.progress.skipped == self.progress.step:
+            raise GuardStop(
+                f"stopped: none of the {self.progress.step} steps had finite gradients, so nothing was "
+                "trained. A lower optimizer.lr or adapter.alpha, or model.dtype=float32, may help"
+            )
         return "completed"
 
     def _take_step(self) -> bool:

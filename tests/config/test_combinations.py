@@ -124,6 +124,7 @@ def test_a_hub_id_is_not_looked_for_on_the_disk(rows):
         (["trainer=[dpo,packed]", "data.batch_tokens=512"], "a micro-batch of dpo is so many pairs"),
         (["data.valid=rows.jsonl", "trainer.patience=2"], "give trainer.eval_every"),
         (["trainer.min_delta=0.1"], "it needs validation data"),
+        (["adapter.targets=[]"], "an empty name of a layer"),
         (["data.batch_tokens=512"], "only packed rows fill a number of tokens"),
         (["trainer=packed", "data.batch_tokens=512", "data.batch_size=8"], "leave one of them out"),
         (["loss.beta=0.2"], "sft does not use it"),

@@ -178,3 +178,22 @@ def test_every_recipe_that_comes_with_mlxft_passes_the_check_and_is_described():
     for path in folder("recipes").glob("*.yaml"):
         assert compose([f"+recipe={path.stem}"]).recipe == path.stem
         assert description(find_recipe(path.stem))
+
+
+def test_a_folder_among_the_recipes_is_passed_over(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes" / "mine.yaml").mkdir(parents=True)
+    assert "mine" not in find_recipes()
+
+
+def test_an_anchor_that_contains_itself_is_explained(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir(exist_ok=True)
+    (tmp_path / "recipes" / "loop.yaml").write_text("model: &a {path: *a}\n")
+    with pytest.raises(InputError, match="an anchor .* contains itself"):
+        compose(["+recipe=loop"])
+
+
+def test_an_argument_that_is_not_utf8_is_explained():
+    with pytest.raises(InputError, match="not text in UTF-8"):
+        compose(["model.path=caf\udce9", "data.train=a.jsonl"])

@@ -62,7 +62,7 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
         ("optimizer.lr", float("nan"), "not a finite number"),
         ("optimizer.lr", "inf", "not a finite number"),
         ("optimizer.weight_decay", -0.1, "at least 0"),
-        ("optimizer.eps", 0, "more than 0"),
+        ("optimizer.eps", 0, "at least 1e-37"),
         ("optimizer.betas", 0.9, "not a list"),
         ("optimizer.betas", [0.9], "two numbers"),
         ("optimizer.betas", [0.9, 1.0], "less than 1"),

@@ -164,3 +164,11 @@ def test_reading_writes_nothing_and_says_nothing_even_without_a_home(write_rows,
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout.replace("'", '"'))[0].endswith("rows.jsonl:1")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    """JSON readers keep the last value and drop the first in silence."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
+    with pytest.raises(InputError, match="rows.jsonl:2: the key 'text' stands twice"):
+        list(read_rows(str(path)))

@@ -13,7 +13,8 @@ from mlxft.config import from_dict
 from mlxft.errors import InputError
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.folder import open_run
-from tests.runs import STEPS, arrays, content, metrics, resaved, same, train
+from tests.runs import STEPS, arrays, content, metrics, resaved, same, train, write_token_rows
+from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -261,3 +262,15 @@ def test_steps_beyond_a_million_are_still_in_order(here):
     for folder in folders:
         folder.mkdir(parents=True)
     assert CheckpointStore(here).folders() == folders[:2]
+
+
+def test_a_folder_of_somebody_elses_files_is_not_trained_over(tmp_path):
+    """`auto` starts afresh only where a killed run left nothing but what it would write again."""
+    folder = tmp_path / "foreign"
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "adapters.safetensors").write_text("precious")
+    model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    data = write_token_rows(tmp_path / "rows.jsonl", [5, 6])
+    with pytest.raises(InputError, match="holds files that this would overwrite"):
+        train(model, data, folder, "trainer.resume=auto", "trainer.max_steps=1")
+    assert (folder / "adapter" / "adapters.safetensors").read_text() == "precious"
