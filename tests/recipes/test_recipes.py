@@ -21,7 +21,7 @@ OWN = {
     if recipe.path.resolve().parent == folder("recipes")
 }
 BUNDLED = ("pebble.jsonl", "pebble_valid.jsonl")
-PREFERENCE = ("orpo", "dpo", "simpo")
+PREFERENCE = ("orpo", "dpo", "simpo", "kto")
 
 
 def conversations(name):
