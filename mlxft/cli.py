@@ -175,7 +175,8 @@ def _eval_help() -> str:
     return f"""\
 usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
 
-Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows.
+Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows; of pairs of answers,
+how often and by how much the chosen one is likelier.
 
   mlxft eval model=smollm2 data.valid=rows.jsonl
   mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter --json

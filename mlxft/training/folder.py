@@ -87,10 +87,9 @@ def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
     if not _holds_a_run(given) or os.path.exists(given / LOCK):
         _enter(given, held)  # which tells of a process that is in it
     if _holds_a_run(given):
-        raise InputError(
-            f"run.dir={given} holds a run already. trainer.resume=auto continues it; "
-            "another run.dir keeps both"
-        )
+        has_checkpoint = bool(CheckpointStore(given).folders())
+        what = "trainer.resume=auto continues it" if has_checkpoint else "It has no checkpoint to continue"
+        raise InputError(f"run.dir={given} holds a run already. {what}; another run.dir keeps both")
     return Start(given)
 
 
