@@ -44,17 +44,19 @@ def kto_kl(mismatched_logps: mx.array, ref_mismatched_logps: mx.array) -> mx.arr
 
 
 def kto_metrics(logps: mx.array, ref_logps: mx.array, labels: mx.array, beta: float) -> Metrics:
-    """Returns each row's metrics, (B,) float32 and without gradient, under TRL's names.
+    """Returns each row's metrics, (B,) float32 and without gradient, under TRL's names where it has one.
 
     rewards/chosen, logps/chosen: of good rows, 0 in others: divide the sum by the number of good rows.
     rewards/rejected, logps/rejected: of bad rows likewise. TRL's rewards/margins is the difference of the
-    two means of rewards, and so no row's.
+    two means of rewards, and so no row's. rewards/accuracies: 1 for a good row whose reward is above 0
+    and a bad one whose reward is below it; TRL logs none for KTO.
     """
     logps = mx.stop_gradient(logps.astype(mx.float32))
     rewards = beta * (logps - ref_logps.astype(mx.float32))
     return {
         "rewards/chosen": mx.where(labels, rewards, 0.0),
         "rewards/rejected": mx.where(labels, 0.0, rewards),
+        "rewards/accuracies": mx.where(labels, rewards > 0, rewards < 0).astype(mx.float32),
         "logps/chosen": mx.where(labels, logps, 0.0),
         "logps/rejected": mx.where(labels, 0.0, logps),
     }

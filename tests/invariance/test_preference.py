@@ -15,7 +15,7 @@ from mlxft.models.load import load
 from mlxft.models.lora import adapter_disabled, apply_adapter
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives import Cpo, Dpo, Kto, Orpo, Simpo
-from mlxft.training.objectives.common import HeadPlan
+from mlxft.training.objectives.common import HeadPlan, with_ref_logps
 from mlxft.training.objectives.preference import LossSettings
 from mlxft.training.objectives.unpaired import KtoSettings, mismatch
 from mlxft.training.reference import adapter_off
@@ -127,7 +127,7 @@ def test_the_reference_switch_restores_every_layers_own_scale(made):  # noqa: F8
         layer.scale = 1.0 + number
     try:
         objective = OBJECTIVES["dpo"](HeadPlan(), Arranger())
-        scored = objective.with_reference(pairs(), made)
+        scored = with_ref_logps(objective, pairs(), made)
         assert [layer.scale for layer in layers] == [1.0 + number for number in range(len(layers))]
         policy = objective.answer_logps(made, pairs())
         assert np.abs(policy - np.array([p.ref_logps for p in scored])).max() > 0.1
@@ -189,6 +189,7 @@ def test_kto_is_its_formula_on_the_models_own_log_probabilities(tmp_path):
     assert total["kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
     assert total["rewards/chosen"] == pytest.approx(0.4 * lead[good].mean(), rel=1e-4)
     assert total["rewards/rejected"] == pytest.approx(0.4 * lead[~good].mean(), rel=1e-4)
+    assert total["rewards/accuracies"] == pytest.approx((lead * np.where(good, 1, -1) > 0).mean())
 
 
 def test_a_mismatched_answer_is_cut_where_it_would_be_too_long():

@@ -111,6 +111,13 @@ def test_metrics_are_those_of_each_label_and_zero_elsewhere():
     assert metrics["logps/rejected"].tolist() == [0.0, -20.0, 0.0]
 
 
+def test_a_row_is_right_where_its_reward_has_the_sign_of_its_label():
+    """Rewards above, at and below 0, of good rows and then of bad ones: no change is not right."""
+    logps = mx.array([-4.0, -5.0, -6.0] * 2)
+    metrics = kto_metrics(logps, mx.full(6, -5.0), mx.array([True] * 3 + [False] * 3), 0.1)
+    assert metrics["rewards/accuracies"].tolist() == [1, 0, 0, 0, 0, 1]
+
+
 def test_metrics_carry_no_gradient():
     def total(logps):
         return sum(kto_metrics(logps, mx.array([-5.0]), mx.array([True]), 0.1).values())

@@ -12,7 +12,7 @@ from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient
-from mlxft.training.objectives.common import HeadPlan
+from mlxft.training.objectives.common import HeadPlan, with_ref_logps
 from mlxft.training.objectives.preference import Dpo, LossSettings, Orpo
 from mlxft.training.reference import adapter_off
 from tests.parity.pair_rows import pairs_of
@@ -79,7 +79,7 @@ def test_the_reference_is_scored_once_if_it_is_known():
     pairs = pairs_of(*(data[f"dpo.{key}"] for key in ("input_ids", "attention_mask", "completion_mask")))
     made = view(load(str(MODEL), dtype="float32", tokenizer_required=False)[0])
     objective = OBJECTIVES["dpo"](HeadPlan(), Arranger())
-    scored = objective.with_reference(pairs, made)
+    scored = with_ref_logps(objective, pairs, made)
     again, _ = Dpo(HeadPlan(), Arranger(), LossSettings(beta=0.1)).begin([scored], made)
     assert [pair.ref_logps for pair in again[0]] == [pair.ref_logps for pair in scored]
     assert all(np.isfinite(pair.ref_logps).all() for pair in scored)

@@ -5,16 +5,18 @@ forward, and every micro-batch's terms come already divided. Gradients then simp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlxft.layouts.arrange import Arrangement, Arranger
+from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
 from mlxft.losses import Head, linear_logps
 from mlxft.models.decoder import DecoderView
+from mlxft.segmented.gradients import hidden_states, trained_head
 
 Row = Any  # what the objective trains on: an Example, a Pair or an Unpaired
 Counts = dict[str, float]
@@ -117,6 +119,24 @@ def target_logps(plan: HeadPlan, head: Head, hidden: mx.array, inputs: Inputs) -
     """Returns the log-probability (M,) of each of the inputs' targets, for hidden (B, T, H)."""
     rows = hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
     return linear_logps(rows, head, inputs["targets"], plan.chunk_for(rows.shape[0]))
+
+
+def forward_logps(plan: HeadPlan, view: DecoderView, inputs: Inputs, layout: Layout) -> mx.array:
+    """Returns the log-probability (M,) of each of the inputs' targets under the view's model, not trained."""
+    with view.active():
+        hidden = hidden_states(view, inputs["tokens"], TrainingCache(layout))
+        return target_logps(plan, trained_head(view), hidden, inputs)
+
+
+def with_ref_logps(objective: Any, rows: Sequence[Row], view: DecoderView) -> Sequence[Row]:
+    """Returns the rows with their reference log-probabilities, all computed where one has none yet.
+
+    objective: one with `reference_logps`.
+    """
+    if all(row.ref_logps is not None for row in rows):
+        return rows
+    scored = objective.reference_logps(view, rows)
+    return [replace(row, ref_logps=tuple(both)) for row, both in zip(rows, scored, strict=True)]
 
 
 def added_up(counts: Sequence[Counts]) -> Counts:

@@ -16,7 +16,6 @@ import numpy as np
 
 from mlxft.data.example import Pair
 from mlxft.layouts.arrange import Arranger, Group
-from mlxft.layouts.cache import TrainingCache
 from mlxft.losses import (
     Head,
     cpo_loss,
@@ -30,7 +29,6 @@ from mlxft.losses import (
 )
 from mlxft.losses.log_probabilities import token_means
 from mlxft.models.decoder import DecoderView
-from mlxft.segmented.gradients import hidden_states, trained_head
 from mlxft.training.objectives.common import (
     Counts,
     HeadPlan,
@@ -39,7 +37,9 @@ from mlxft.training.objectives.common import (
     Prepared,
     Targets,
     added_up,
+    forward_logps,
     target_logps,
+    with_ref_logps,
 )
 from mlxft.training.reference import Reference
 
@@ -104,15 +104,8 @@ class PairObjective(ABC):
     def begin(self, batches: Sequence[Sequence[Pair]], view: DecoderView):
         """Returns the micro-batches, with reference log-probabilities if they are needed, and the counts."""
         if self.needs_reference:
-            batches = [self.with_reference(pairs, view) for pairs in batches]
+            batches = [with_ref_logps(self, pairs, view) for pairs in batches]
         return batches, added_up([self.counts(batch) for batch in batches])
-
-    def with_reference(self, pairs: Sequence[Pair], view: DecoderView) -> Sequence[Pair]:
-        """Returns the pairs with their reference log-probabilities, computed where they are not there."""
-        if all(pair.ref_logps is not None for pair in pairs):
-            return pairs
-        scored = self.reference_logps(view, pairs)
-        return [replace(pair, ref_logps=tuple(both)) for pair, both in zip(pairs, scored, strict=True)]
 
     def reference_logps(self, view: DecoderView, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the reference's log-probabilities (P, 2) float32 of chosen and rejected answers."""
@@ -124,11 +117,8 @@ class PairObjective(ABC):
         answers_only = replace(self, settings=replace(self.settings, nll_weight=0.0))
         bare = [replace(pair, ref_logps=(0.0, 0.0)) for pair in pairs]
         prepared = answers_only.prepare(bare, answers_only.counts(bare))
-        inputs = prepared.inputs
-        with view.active():
-            hidden = hidden_states(view, inputs["tokens"], TrainingCache(prepared.layout))
-            logps = target_logps(self.head, trained_head(view), hidden, inputs)
-        return np.array(self.row_logps(logps, inputs)).reshape(-1, 2)
+        logps = forward_logps(self.head, view, prepared.inputs, prepared.layout)
+        return np.array(self.row_logps(logps, prepared.inputs)).reshape(-1, 2)
 
     def prepare(self, pairs: Sequence[Pair], counts: Counts) -> Prepared:
         """Returns the micro-batch: rows are chosen, rejected, chosen, ... in the order of the pairs.

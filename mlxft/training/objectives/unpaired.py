@@ -13,10 +13,8 @@ import numpy as np
 
 from mlxft.data.example import Unpaired
 from mlxft.layouts.arrange import Arranger, Group
-from mlxft.layouts.cache import TrainingCache
 from mlxft.losses import Head, kto_kl, kto_loss, kto_metrics, row_sums
 from mlxft.models.decoder import DecoderView
-from mlxft.segmented.gradients import hidden_states, trained_head
 from mlxft.training.objectives.common import (
     Counts,
     HeadPlan,
@@ -25,7 +23,9 @@ from mlxft.training.objectives.common import (
     Prepared,
     Targets,
     added_up,
+    forward_logps,
     target_logps,
+    with_ref_logps,
 )
 from mlxft.training.reference import Reference
 
@@ -56,7 +56,7 @@ class Kto:
 
     def begin(self, batches: Sequence[Sequence[Unpaired]], view: DecoderView):
         """Returns the micro-batches with reference log-probabilities, and the counts with the window's KL."""
-        batches = [self.with_reference(rows, view) for rows in batches]
+        batches = [with_ref_logps(self, rows, view) for rows in batches]
         counts = added_up([self.counts(rows) for rows in batches])
         total = 0.0
         for rows in batches:
@@ -64,13 +64,6 @@ class Kto:
             refs = np.array([row.ref_logps[1] for row in rows], np.float32)
             total += kto_kl(mx.array(policy), mx.array(refs)).sum().item()
         return batches, counts | {"kl": max(total / counts["rows"], 0.0)}
-
-    def with_reference(self, rows: Sequence[Unpaired], view: DecoderView) -> Sequence[Unpaired]:
-        """Returns the rows with their reference log-probabilities, computed where they are not there."""
-        if all(row.ref_logps is not None for row in rows):
-            return rows
-        scored = self.reference_logps(view, rows)
-        return [replace(row, ref_logps=tuple(both)) for row, both in zip(rows, scored, strict=True)]
 
     def reference_logps(self, view: DecoderView, rows: Sequence[Unpaired]) -> np.ndarray:
         """Returns the reference's log-probabilities (B, 2) of each row's own and mismatched answer."""
@@ -81,9 +74,7 @@ class Kto:
     def answer_logps(self, view: DecoderView, rows: Sequence[Unpaired], mismatched: bool) -> np.ndarray:
         """Returns the summed log-probabilities (B,) of the rows' answers, or of the mismatched ones."""
         inputs, arranged = self._forward(rows, mismatched)
-        with view.active():
-            hidden = hidden_states(view, inputs["tokens"], TrainingCache(arranged.layout))
-            logps = target_logps(self.head, trained_head(view), hidden, inputs)
+        logps = forward_logps(self.head, view, inputs, arranged.layout)
         return np.array(row_sums(logps, inputs["row"], len(rows)))
 
     def prepare(self, rows: Sequence[Unpaired], counts: Counts) -> Prepared:
@@ -126,7 +117,11 @@ class Kto:
         terms = kto_loss(
             logps, refs, labels, kl, settings.beta, settings.desirable_weight, settings.undesirable_weight
         )
-        weights = {"chosen": inputs["good_weights"], "rejected": inputs["bad_weights"]}
+        weights = {
+            "chosen": inputs["good_weights"],
+            "rejected": inputs["bad_weights"],
+            "accuracies": inputs["weights"],
+        }
         metrics = {
             name: (value * weights[name.partition("/")[2]]).sum()
             for name, value in kto_metrics(logps, refs, labels, settings.beta).items()
