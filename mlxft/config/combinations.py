@@ -91,6 +91,8 @@ def _validation(settings: Mapping[str, Any]) -> Found:
     for name in ("trainer.eval_every", "trainer.patience", "trainer.min_delta"):
         if settings[name] > 0:
             yield name, "it needs validation data; give data.valid"
+    if settings.get("preview.split") == "valid":
+        yield "preview.split", "there is no validation data; give data.valid"
 
 
 def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:

@@ -11,7 +11,7 @@ from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, GenerateConfig
+from mlxft.config.schema import Config, GenerateConfig, PreviewConfig, PreviewKeys
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -23,12 +23,13 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate: the keys of `mlxft generate`, where it is that command's.
+    generate, preview: the keys that only the command of that name has, where it is that command's.
     """
 
     config: Config
     recipe: str | None = None
     generate: GenerateConfig | None = None
+    preview: PreviewConfig | None = None
 
 
 # What Hydra would take for instructions to itself and act on, or drop, in silence.
@@ -43,21 +44,23 @@ class Command:
     """What a command's configuration is made of.
 
     uses: the groups and keys it reads, None for all. needs: the keys of which one must be given,
-    each with an example.
+    each with an example. own: the schema of the keys that it alone has.
     """
 
     name: str
     uses: tuple[str, ...] | None
     needs: tuple[tuple[tuple[str, ...], str], ...]
-    generates: bool = False
+    own: type | None = None
 
 
 _MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
+_ROWS = (("data.train",), "a file: data.train=rows.jsonl")
 _READING = ("train", "valid", "format", "max_length", "truncate", "batch_size", "train_on", "columns")
 COMMANDS = {
     command.name: command
     for command in (
-        Command("train", None, (_MODEL, (("data.train",), "a file: data.train=rows.jsonl"))),
+        Command("train", None, (_MODEL, _ROWS)),
+        Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(
             "eval",
             ("model", "head", "adapter.init_from", *(f"data.{name}" for name in _READING)),
@@ -67,7 +70,7 @@ COMMANDS = {
             "generate",
             ("model", "adapter.init_from"),
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
-            generates=True,
+            own=GenerateConfig,
         ),
     )
 }
@@ -86,8 +89,9 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     body = _chosen_body(request, keys, problems)
     values = _resolved(_run_hydra(request, body), keys, problems)
     settings = _checked(values | request.texts, wanted, keys, problems)
-    generate = _build(GenerateConfig, settings) if wanted.generates else None
-    return Composed(_build(Config, settings), request.recipe, generate)
+    generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
+    preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
+    return Composed(_build(Config, settings), request.recipe, generate, preview)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:
@@ -110,7 +114,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _keys(command: Command) -> dict[str, Key]:
-    return keys_of(Config, GenerateConfig) if command.generates else keys_of(Config)
+    return keys_of(Config, command.own) if command.own else keys_of(Config)
 
 
 def _refuse_unused(request: Request, command: Command, keys: Mapping[str, Key], problems: Problems) -> None:

@@ -7,16 +7,26 @@ from typing import get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.keys import Key, groups_of, is_among, keys_of
-from mlxft.config.schema import Config, GenerateConfig
+from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
 
 def training_keys(used: tuple[str, ...] | None = None) -> str:
     """Returns a line for each key among the groups and keys `used` (None: all): name, default, what it is."""
-    keys = {name: key for name, key in keys_of(Config).items() if used is None or is_among(name, used)}
+    return _in_groups(Config, used)
+
+
+def preview_keys() -> str:
+    """Returns a line for each key that only `mlxft preview` has."""
+    return _in_groups(PreviewKeys, None)
+
+
+def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
+    keys = keys_of(schema_of_groups)
+    keys = {name: key for name, key in keys.items() if used is None or is_among(name, used)}
     comments: dict[str, str] = {}
-    for group, schema in get_type_hints(Config).items():
+    for group, schema in get_type_hints(schema_of_groups).items():
         comments |= {f"{group}.{name}": text for name, text in _comments(schema).items()}
     return "\n\n".join(
         "\n".join(_line(key, comments) for name, key in keys.items() if name.startswith(group + "."))

@@ -120,6 +120,20 @@ class Config:
 
 
 @dataclass
+class PreviewConfig:
+    rows: int = 3  # how many are shown, from the first on
+    split: str = "train"  # of which data: train | valid
+    tokens: bool = False  # a table of their tokens as well
+
+
+@dataclass
+class PreviewKeys:
+    """The group that only `mlxft preview` has, beside all that a training run has."""
+
+    preview: PreviewConfig = field(default_factory=PreviewConfig)
+
+
+@dataclass
 class GenerateConfig:
     """The keys of `mlxft generate` beside those of the model and the adapter."""
 

@@ -225,6 +225,8 @@ RULES: dict[str, Rule] = {
     "schedule.warmup_steps": within(0),
     "schedule.final_ratio": within(0, 1),
     "run.dir": _path,
+    "preview.rows": within(1),
+    "preview.split": one_of(choices.SPLITS),
     "max_tokens": within(1),
     "temperature": within(0),
     "top_p": within(0, 1, open_low=True),

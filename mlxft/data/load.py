@@ -5,7 +5,7 @@ from typing import Any
 from mlxft.config.schema import DataConfig
 from mlxft.data.encode import RowEncoder
 from mlxft.data.example import Example, Pair, Unpaired
-from mlxft.data.formats import Form, check_columns, check_kind, find_form, type_row
+from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form, type_row
 from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
 from mlxft.data.preferences import type_pair, type_unpaired
 from mlxft.data.report import DataReport, source_name
@@ -14,6 +14,18 @@ from mlxft.data.truncate import Limit, fit
 from mlxft.errors import InputError
 
 TRAIN_ON = ("assistant", "last_assistant", "all")
+
+
+def load_for(
+    objective: str, source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
+) -> tuple[list[Example] | list[Pair] | list[Unpaired], DataReport]:
+    """Returns the rows of a data set as `trainer.objective` trains on them, and what became of the rows.
+
+    Arguments and errors as `load_examples`.
+    """
+    load = {"examples": load_examples, "pairs": load_pairs, "unpaired": load_unpaired}
+    kind = next(kind for kind, objectives in OBJECTIVES.items() if objective in objectives)
+    return load[kind](source, cfg, tokenizer, vocab_size)
 
 
 def load_examples(
@@ -34,7 +46,7 @@ def load_examples(
     for row in rows:
         tokens, mask = encoder.encode(type_row(row, form.format, vocab_size))
         fitted = fit(tokens, mask, limit, row.where)
-        if report.keeps(fitted):
+        if report.keeps(fitted, row.where):
             examples.append(Example(fitted.tokens, fitted.mask, row.where))
     return examples, _closed(report, examples, encoder, cfg)
 
@@ -54,7 +66,7 @@ def load_pairs(
         typed = type_pair(row, form, vocab_size)
         pair = split_pair(encoder.encode(typed.chosen), encoder.encode(typed.rejected), row.where)
         fitted = fit_pair(pair, limit)
-        if report.keeps(fitted):
+        if report.keeps(fitted, row.where):
             pairs.append(fitted.pair)
     return pairs, _closed(report, pairs, encoder, cfg)
 
@@ -73,7 +85,7 @@ def load_unpaired(
         typed = type_unpaired(row, form, vocab_size)
         tokens, mask = encoder.encode(typed.answer)
         fitted = fit(tokens, mask, limit, row.where)
-        if report.keeps(fitted):
+        if report.keeps(fitted, row.where):
             answers.append(split_unpaired(fitted.tokens, fitted.mask, typed.label, row.where))
     return answers, _closed(report, answers, encoder, cfg)
 

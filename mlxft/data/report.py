@@ -16,7 +16,7 @@ from mlxft.errors import InputError
 class DataReport:
     """What became of a set's rows.
 
-    dropped, truncated: {reason: rows}. num_examples: rows that are left, of whatever kind. num_tokens,
+    dropped, truncated: {reason: rows}. dropped_at, truncated_at: {"file:line": reason}. num_examples: rows that are left, of whatever kind. num_tokens,
     num_supervised: of these, after cutting; a pair's prompt is counted once. num_prompt: tokens of the
     prompts of pairs and unpaired rows. max_length, median_length: of a row in tokens, of a pair with its
     longer answer. num_identical: pairs of equal answers. num_wanted: answers with the label true.
@@ -31,6 +31,8 @@ class DataReport:
     num_examples: int = 0
     dropped: dict[str, int] = field(default_factory=Counter)
     truncated: dict[str, int] = field(default_factory=Counter)
+    dropped_at: dict[str, str] = field(default_factory=dict)
+    truncated_at: dict[str, str] = field(default_factory=dict)
     num_tokens: int = 0
     num_supervised: int = 0
     num_prompt: int = 0
@@ -40,12 +42,14 @@ class DataReport:
     num_wanted: int = 0
     num_unended: int = 0
 
-    def keeps(self, fitted: Any) -> bool:
-        """Counts what a row lost; tells whether any of it is left. fitted: has `lost` and `dropped`."""
+    def keeps(self, fitted: Any, where: str) -> bool:
+        """Notes what a row lost; tells whether any of it is left. fitted: has `lost` and `dropped`."""
         if fitted.dropped:
             self.dropped[fitted.dropped] += 1
+            self.dropped_at[where] = fitted.dropped
         elif fitted.lost:
             self.truncated[fitted.lost] += 1
+            self.truncated_at[where] = fitted.lost
         return not fitted.dropped
 
     def close(self, rows: Sequence[Example | Pair | Unpaired], cfg: DataConfig) -> None:

@@ -9,9 +9,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mlxft.config.choices import PAIR_OBJECTIVES
 from mlxft.config.schema import Config
-from mlxft.data.load import load_examples, load_pairs, load_unpaired
+from mlxft.data.load import load_for
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
@@ -39,12 +38,9 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     Raises: InputError with file and line.
     """
     data, objective = config.data, config.trainer.objective
-    load = (
-        load_pairs if objective in PAIR_OBJECTIVES else load_unpaired if objective == "kto" else load_examples
-    )
 
     def loaded(source: Any, name: str) -> list[Row]:
-        rows, report = load(source, data, tokenizer, vocabulary)
+        rows, report = load_for(objective, source, data, tokenizer, vocabulary)
         for line in report.lines():
             log.info("%s: %s", name, line)
         return mismatch(rows, data.max_length) if objective == "kto" else rows

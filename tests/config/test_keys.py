@@ -3,9 +3,9 @@
 import pytest
 
 from mlxft.config.keys import edit_distance, flatten, keys_of, nearest, nearest_key, nest, unknown_key
-from mlxft.config.schema import Config, GenerateConfig
+from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
 
-KEYS = keys_of(Config, GenerateConfig)
+KEYS = keys_of(Config, PreviewKeys, GenerateConfig)
 
 
 @pytest.mark.parametrize(
