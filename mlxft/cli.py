@@ -163,7 +163,7 @@ Keys and their defaults (one without a default is decided from the model, or sta
 
 
 def _eval(arguments: list[str]) -> int:
-    from mlxft.evaluation.perplexity import main as run
+    from mlxft.evaluation.command import main as run
 
     return run(arguments)
 
@@ -176,7 +176,7 @@ def _eval_help() -> str:
 usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
 
 Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows; of pairs of answers,
-how often and by how much the chosen one is likelier.
+how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them.
 
   mlxft eval model=smollm2 data.valid=rows.jsonl
   mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter --json

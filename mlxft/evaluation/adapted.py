@@ -1,12 +1,16 @@
 """A model as `eval` and `generate` use it: loaded, with the adapter of `adapter.init_from` applied."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.nn as nn
 
 from mlxft.config.schema import Config
 from mlxft.models.adapters import load_adapter
+from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
+from mlxft.models.lora import LoRALinear, adapter_disabled
 
 
 def load_adapted(config: Config, folder: Path) -> nn.Module:
@@ -18,3 +22,13 @@ def load_adapted(config: Config, folder: Path) -> nn.Module:
     if config.adapter.init_from is not None:
         load_adapter(model, config.adapter.init_from)
     return model
+
+
+@contextmanager
+def without_adapter(adapted: DecoderView, config: Config, folder: Path) -> Iterator[DecoderView]:
+    """Gives the model before its adapter: LoRA switched off, or `folder` read anew where all weights came."""
+    if any(isinstance(module, LoRALinear) for module in adapted.model.modules()):
+        with adapter_disabled(adapted.model):
+            yield adapted
+    else:
+        yield view(load_model(folder, config.model.dtype)[0])

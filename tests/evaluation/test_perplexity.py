@@ -14,7 +14,8 @@ import pytest
 from mlxft.config import compose
 from mlxft.data.example import Example
 from mlxft.errors import GuardStop
-from mlxft.evaluation.perplexity import evaluate, evaluate_config
+from mlxft.evaluation.command import evaluate_config
+from mlxft.evaluation.perplexity import evaluate
 from mlxft.layouts.arrange import Arranger
 from mlxft.models import load
 from mlxft.models.adapters import load_adapter

@@ -9,7 +9,7 @@ import pytest
 
 from mlxft import cli
 from mlxft.config import compose
-from mlxft.evaluation.perplexity import evaluate_config
+from mlxft.evaluation.command import evaluate_config
 from mlxft.models.load import load
 from tests.runs import write_rows
 from tests.tiny_models import make_model
