@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mlxft.config.schema import DataConfig
+from mlxft.data.example import Example, Pair, Unpaired
 from mlxft.errors import InputError
 
 _ORDER_STREAM = 1  # keeps this generator apart from others made of the same seed
@@ -103,6 +105,45 @@ class PackedOrder:
     def longest(self) -> list[int]:
         """Returns the rows of the batch that is largest to forward."""
         return max(self._batches, key=lambda rows: int(self._positions[rows].sum()))
+
+
+def order_of(
+    rows: Sequence[Example | Pair | Unpaired], cfg: DataConfig, seed: int
+) -> BatchOrder | PackedOrder:
+    """Returns the order in which rows are trained on: so many a micro-batch, or so many tokens.
+
+    Raises:
+        InputError: as the orders do.
+    """
+    lengths = [row.num_tokens for row in rows]
+    if cfg.batch_tokens is not None:
+        return PackedOrder(lengths, cfg.batch_tokens, cfg.shuffle, seed)
+    return BatchOrder(lengths, cfg.batch_size, cfg.shuffle, seed)
+
+
+def packed_sizes(
+    rows: Sequence[Example | Pair | Unpaired], order: BatchOrder | PackedOrder, multiple: int
+) -> str:
+    """Returns what packed micro-batches hold, on average over the first epoch, as a sentence.
+
+    multiple: what the length of a packed row is rounded up to.
+    """
+    batches = order.epoch(0)
+    positions = np.array([_num_positions(row) for row in rows])
+    used = np.array([positions[batch].sum() for batch in batches])
+    forwarded = -(-used // multiple) * multiple
+    padding = 100 * (1 - used.sum() / forwarded.sum())
+    supervised = sum(row.num_supervised for row in rows)
+    return (
+        f"on average a batch holds {len(rows) / len(batches):,.1f} rows with "
+        f"{supervised / len(batches):,.0f} tokens trained on, in {forwarded.mean():,.0f} positions, "
+        f"{padding:.1f}% of them padding"
+    )
+
+
+def _num_positions(row: Example | Pair | Unpaired) -> int:
+    """Returns the positions a row forwards where no prompt is shared: all its tokens but an answer's last."""
+    return row.num_tokens + len(row.prompt) - 2 if isinstance(row, Pair) else row.num_tokens - 1
 
 
 def _first_fit(sizes: np.ndarray, room: int) -> list[list[int]]:

@@ -16,11 +16,11 @@ from mlxft.errors import InputError
 class DataReport:
     """What became of a set's rows.
 
-    dropped, truncated: {reason: rows}. dropped_at, truncated_at: {"file:line": reason}. num_examples: rows that are left, of whatever kind. num_tokens,
-    num_supervised: of these, after cutting; a pair's prompt is counted once. num_prompt: tokens of the
-    prompts of pairs and unpaired rows. max_length, median_length: of a row in tokens, of a pair with its
-    longer answer. num_identical: pairs of equal answers. num_wanted: answers with the label true.
-    num_unended: answers without an end token.
+    dropped, truncated: {reason: rows}. dropped_at, truncated_at: {"file:line": reason}. num_examples: rows
+    that are left, of whatever kind. num_tokens, num_supervised: of these, after cutting; a pair's prompt is
+    counted once. num_prompt: tokens of the prompts of pairs and unpaired rows. max_length, median_length: of
+    a row in tokens, of a pair with its longer answer. num_identical: pairs of equal answers. num_wanted:
+    answers with the label true. num_unended: answers without an end token.
     """
 
     source: str

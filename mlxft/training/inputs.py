@@ -9,13 +9,17 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
+from mlxft.data.batches import order_of, packed_sizes
 from mlxft.data.load import load_for
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.training.layout_choice import log_tokens
 from mlxft.training.objectives.common import Row
 from mlxft.training.objectives.unpaired import mismatch
+from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
 
@@ -47,6 +51,19 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
 
     train = loaded(data.train, "training rows")
     return Rows(train, loaded(data.valid, "validation rows") if data.valid is not None else [])
+
+
+def in_windows(config: Config, rows: Sequence[Row]) -> Windows:
+    """Returns the rows to train on in micro-batches and windows; logs what a layout that was asked for gives.
+
+    Raises: InputError as `order_of`.
+    """
+    order = order_of(rows, config.data, config.trainer.seed)
+    if config.trainer.layout == "packed":
+        log.info("layout: packed; %s", packed_sizes(rows, order, shape_multiple()))
+    elif config.trainer.layout == "prefix_shared":
+        log_tokens("prefix_shared", rows)
+    return Windows(rows, order, config.trainer.accumulate)
 
 
 def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterReport]:

@@ -18,13 +18,19 @@ def choose_layout(objective: str, rows: Sequence, usable: frozenset[str]) -> str
         return "padded"
     apart, shared = forwarded(rows)
     layout = "prefix_shared" if apart >= _WORTH * shared else "padded"
+    log_tokens(layout, rows)
+    return layout
+
+
+def log_tokens(layout: str, pairs: Sequence[Pair]) -> None:
+    """Logs how many tokens a pair is with its prompt forwarded once, and how many in two forwards."""
+    apart, shared = forwarded(pairs)
     log.info(
         "layout: %s; %d tokens a pair with the prompt forwarded once, %d with two forwards",
         layout,
-        shared // len(rows),
-        apart // len(rows),
+        shared // len(pairs),
+        apart // len(pairs),
     )
-    return layout
 
 
 def forwarded(pairs: Sequence[Pair]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from mlxft.backend import backend, shape_multiple
 from mlxft.config import to_yaml
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
-from mlxft.data.batches import BatchOrder, PackedOrder
+from mlxft.data.batches import PackedOrder
 from mlxft.errors import InputError, MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
@@ -24,7 +24,7 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import Rows, load_rows, load_trained
+from mlxft.training.inputs import Rows, in_windows, load_rows, load_trained
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
@@ -37,7 +37,6 @@ from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
 from mlxft.training.step import Stepper
 from mlxft.training.validation import fixed_batches, validate
-from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
 
@@ -96,7 +95,7 @@ class _Run:
         self.rows = load_rows(config, self.tokenizer, vocabulary)
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
-        self.windows = self._windows()
+        self.windows = in_windows(config, self.rows.train)
         self.total_steps = self.windows.total_steps(config.trainer.max_steps, config.trainer.epochs)
         if start.step > self.total_steps:
             raise InputError(
@@ -129,15 +128,6 @@ class _Run:
         with disk_guard(self.run_dir / "adapter"):
             self._write_adapter(self.run_dir / "adapter")
         return status
-
-    def _windows(self) -> Windows:
-        data, trainer, rows = self.config.data, self.config.trainer, self.rows.train
-        lengths = [row.num_tokens for row in rows]
-        if data.batch_tokens is not None:
-            order = PackedOrder(lengths, data.batch_tokens, data.shuffle, trainer.seed)
-        else:
-            order = BatchOrder(lengths, data.batch_size, data.shuffle, trainer.seed)
-        return Windows(rows, order, trainer.accumulate)
 
     def _make_objective(self, folder: Path) -> None:
         """Sets the objective, and gives the rows what it needs to know of them before training."""

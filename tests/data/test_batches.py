@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from mlxft.data.batches import BatchOrder, PackedOrder
+from mlxft.config.schema import DataConfig
+from mlxft.data.batches import BatchOrder, PackedOrder, order_of, packed_sizes
+from mlxft.data.example import Example, Pair
 from mlxft.errors import InputError
 
 
@@ -114,3 +116,29 @@ def test_packing_by_hand():
 def test_a_row_without_room_is_refused():
     with pytest.raises(InputError, match="no room for the longest row, which forwards 11 positions"):
         PackedOrder([5, 12], batch_tokens=10, shuffle=True, seed=0)
+
+
+def example(length, num_supervised):
+    mask = np.arange(length) >= length - num_supervised
+    return Example(np.ones(length, np.int32), mask, "rows.jsonl:1")
+
+
+@pytest.mark.parametrize("multiple, positions, padding", [(1, 39, "0.0"), (10, 40, "2.5")])
+def test_packed_batches_are_described_by_their_rows_targets_and_padding(multiple, positions, padding):
+    # Into 40 positions go 29 + 11, 24 + 10 + 6, and 17 + 8 + 5 + 4 + 3: 117 in three batches of 10 rows.
+    rows = [example(length + 1, 2) for length in (29, 24, 17, 11, 10, 8, 6, 5, 4, 3)]
+    order = order_of(rows, DataConfig(batch_tokens=40), seed=0)
+    assert packed_sizes(rows, order, multiple) == (
+        f"on average a batch holds 3.3 rows with 7 tokens trained on, in {positions} positions, "
+        f"{padding}% of them padding"
+    )
+
+
+def test_a_packed_pair_forwards_its_prompt_twice():
+    prompt, chosen, rejected = (np.ones(size, np.int32) for size in (5, 3, 2))
+    pair = Pair(prompt, chosen, rejected, chosen > 0, rejected > 0, "pairs.jsonl:1")
+    order = order_of([pair, pair], DataConfig(batch_size=1), seed=0)
+    # 5 + 3 - 1 and 5 + 2 - 1: nothing is predicted from an answer's last token.
+    assert packed_sizes([pair, pair], order, 1) == (
+        "on average a batch holds 1.0 rows with 5 tokens trained on, in 13 positions, 0.0% of them padding"
+    )
