@@ -3,6 +3,7 @@
 Everything heavy is imported by the command that needs it: help and recipes answer at once.
 """
 
+import errno
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxft.errors import EXIT_DONE, EXIT_FAULT, InputError, MlxftError
+from mlxft.errors import EXIT_DONE, EXIT_FAULT, EXIT_GUARD, InputError, MlxftError
 
 EXIT_INTERRUPTED = 128 + 2  # SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
@@ -47,16 +48,24 @@ def main(arguments: list[str] | None = None) -> int:
         print("mlxft: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
         return EXIT_BROKEN_PIPE
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _close_output()
+            print(f"mlxft: writing stopped halfway: {error.strerror}; free some space", file=sys.stderr)
+            return EXIT_GUARD
         traceback.print_exc()
         print(
             "\nmlxft: this is a fault of mlxft, not of your input. Please report it with the text above.",
             file=sys.stderr,
         )
         return EXIT_FAULT
+
+
+def _close_output() -> None:
+    """Leads standard output nowhere: the interpreter flushes it once more at its end, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -213,6 +222,33 @@ Keys and their defaults:
 {training_keys(COMMANDS["generate"].uses)}"""
 
 
+def _preview(arguments: list[str]) -> int:
+    from mlxft.data.preview import main as run
+
+    return run(arguments)
+
+
+def _preview_help() -> str:
+    from mlxft.config.reference import preview_keys, training_keys
+
+    read = ("model.path", "model.revision", "data", "trainer.objective", "trainer.layout", "loss.nll_scope")
+    return f"""\
+usage: mlxft preview [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
+
+Shows rows as training will see them, with what is trained on marked, and says what became of all of them.
+Of the model only the tokenizer is loaded.
+
+  mlxft preview model=smollm2 data.train=rows.jsonl
+  mlxft preview +recipe=dpo preview.split=valid
+  mlxft preview +recipe=quickstart preview.rows=1 preview.tokens=true
+
+Takes whatever mlxft train takes and checks it in the same way. Keys and defaults of those that it reads:
+
+{preview_keys()}
+
+{training_keys(read)}"""
+
+
 def _recipes(arguments: list[str]) -> int:
     from mlxft.config.recipes import find_recipe, find_recipes
 
@@ -289,6 +325,7 @@ COMMANDS = {
     "train": Command("fine-tune a model", _train_help, _train),
     "eval": Command("loss and perplexity of a file of rows", _eval_help, _eval),
     "generate": Command("one answer of a model", _generate_help, _generate),
+    "preview": Command("what training will see of the rows", _preview_help, _preview),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
     "doctor": Command("backend, versions, BLAS, memory and speed of this machine", _doctor_help, _doctor),
 }
