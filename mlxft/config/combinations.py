@@ -128,7 +128,7 @@ def absent_files(settings: Mapping[str, Any]) -> Found:
         for file in value if isinstance(value, list) else [value]:
             if isinstance(file, str):
                 yield from ((name, text) for text in _absent_data(file))
-    for name in ("model.path", "adapter.init_from", "trainer.resume"):
+    for name in ("model.path", "adapter.init_from", "loss.reference", "trainer.resume"):
         value = settings.get(name)
         if isinstance(value, str) and value.startswith(("/", "./", "../")) and not Path(value).exists():
             yield name, f"there is no {value}"

@@ -7,6 +7,7 @@ from typing import Any, get_origin, get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.aliases import ALIASES
+from mlxft.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,29 @@ def is_among(name: str, names: Iterable[str]) -> bool:
 
 
 def nest(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns `values` with dotted keys taken apart: {"a.b": 1, "a": {"c": 2}} -> {"a": {"b": 1, "c": 2}}."""
+    """Returns `values` with dotted keys taken apart: {"a.b": 1, "a": {"c": 2}} -> {"a": {"b": 1, "c": 2}}.
+
+    Raises: InputError for a key that is given twice, dotted and nested.
+    """
+    return _nested(list(values.items()), "")
+
+
+def _nested(items: list[tuple[Any, Any]], above: str) -> dict[str, Any]:
+    given: dict[str, list[Any]] = {}
+    for name, value in items:
+        first, dot, rest = str(name).partition(".")
+        given.setdefault(first, []).append({rest: value} if dot else value)
     nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *path, last = str(name).split(".")
-        place = nested
-        for part in path:
-            if not isinstance(place.get(part), dict):
-                place[part] = {}
-            place = place[part]
-        if isinstance(value, Mapping):
-            value = nest(value)
-            if isinstance(place.get(last), dict):
-                value = merged(place[last], value)
-        place[last] = value
+    for name, values in given.items():
+        inner = [value for value in values if isinstance(value, Mapping)]
+        plain = [value for value in values if value is not None and not isinstance(value, Mapping)]
+        if len(plain) + bool(inner) > 1:
+            raise InputError(f"{above}{name}: it is set twice, in a dotted key and in a nested one; keep one")
+        if inner:
+            nested[name] = _nested([item for each in inner for item in each.items()], f"{above}{name}.")
+        else:
+            nested[name] = plain[0] if plain else None
     return nested
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `below` with the values of `above` over it, dictionaries merged key by key."""
-    result = dict(below)
-    for name, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-        result[name] = merged(result[name], value) if both else value
-    return result
 
 
 def flatten(values: Mapping[str, Any], keys: Mapping[str, Key], prefix: str = "") -> dict[str, Any]:
@@ -109,7 +109,7 @@ def unknown_key(name: str, keys: Mapping[str, Key]) -> str:
         meant = ALIASES.get(known.replace("-", "_").lower())
         if meant:
             return f"there is no such key; here it is {meant}"
-    near = nearest_key(name, keys)
+    near = _nearest_group(name, keys) or nearest_key(name, keys)
     if near is None and edit_distance(name, "recipe") <= 2:
         near = "+recipe=NAME"
     if near:
@@ -118,6 +118,14 @@ def unknown_key(name: str, keys: Mapping[str, Key]) -> str:
     if group in groups_of(keys):
         return f"there is no such key; {_listed(group, keys)}"
     return f"there is no such key; the groups of keys are {', '.join(groups_of(keys))}"
+
+
+def _nearest_group(name: str, keys: Iterable[str]) -> str | None:
+    """Returns the group that a name without a dot is at most two letters from, fewer than any key's is."""
+    near = min(groups_of(keys), key=lambda group: edit_distance(name, group))
+    edits = edit_distance(name, near)
+    nearer = any(edit_distance(name, key) <= edits for key in keys if "." not in key)
+    return near if "." not in name and edits <= min(2, len(name) // 2) and not nearer else None
 
 
 def _listed(group: str, keys: Iterable[str]) -> str:

@@ -1,13 +1,14 @@
 """Recipes: whole runs as YAML files, those that come with mlxft and those in the user's ./recipes."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mlxft.config.keys import merged, nearest, nest
+from mlxft.config.keys import nearest, nest
 from mlxft.errors import InputError
 from mlxft.resources import folder
 
@@ -121,14 +122,31 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _lines(tree: yaml.MappingNode, where: str, prefix: str = "") -> dict[str, str]:
+def _lines(tree: yaml.MappingNode, where: str) -> dict[str, str]:
+    """Returns the line of each key by its full name. Raises: InputError for one that is set twice."""
     found: dict[str, str] = {}
-    for name, value in tree.value:
-        full = prefix + str(name.value)
-        found[full] = f"{where}:{name.start_mark.line + 1}"
-        if isinstance(value, yaml.MappingNode):
-            found = merged(found, _lines(value, where, full + "."))
+    plain: set[str] = set()
+    for name, line, is_group in _keys_of(tree):
+        here = f"{where}:{line}"
+        if name in found and (name in plain or not is_group):
+            first = found[name].rpartition(":")[2]
+            raise InputError(f"{here}: {name} is set here and in line {first}; keep one of them")
+        found.setdefault(name, here)
+        if not is_group:
+            plain.add(name)
     return found
+
+
+def _keys_of(tree: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int, bool]]:
+    """Yields (full name, line from 1, whether more keys are below it) of every key, dotted or nested."""
+    for name, value in tree.value:
+        full, line = prefix + str(name.value), name.start_mark.line + 1
+        groups = full.removeprefix(prefix).split(".")[:-1]
+        yield from ((prefix + ".".join(groups[: n + 1]), line, True) for n in range(len(groups)))
+        is_empty = isinstance(value, yaml.ScalarNode) and value.tag == "tag:yaml.org,2002:null"
+        yield full, line, is_empty or isinstance(value, yaml.MappingNode)
+        if isinstance(value, yaml.MappingNode):
+            yield from _keys_of(value, full + ".")
 
 
 def _check_interpolations(tree: yaml.Node, where: str) -> None:

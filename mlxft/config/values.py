@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -21,8 +22,12 @@ def settle(key: Key, value: Any) -> Any:
     """
     if value is None and key.hint is Any and key.default is not None:
         raise ValueError("null is not a value for it")
-    value = _convert(key.hint, value)
     rule = RULES.get(key.name)
+    try:
+        value = _convert(key.hint, value)
+    except ValueError as error:
+        range_ = f"; it must be {rule.bounds}" if isinstance(rule, Range) and value is not None else ""
+        raise ValueError(f"{error}{range_}") from None
     return rule(value) if rule and value is not None else value
 
 
@@ -108,33 +113,41 @@ def _is(known: Sequence[str]) -> str:
     return "is only" if len(known) == 1 else "are"
 
 
-def within(low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False) -> Rule:
-    """Returns a rule for numbers from `low` to `high`, either end left out if it is open."""
-    at_least = f"more than {low:g}" if open_low else f"at least {low:g}"
-    at_most = f" and less than {high:g}" if open_high else f" and at most {high:g}"
-    bounds = at_least if high == math.inf else at_least + at_most
+@dataclass(frozen=True)
+class Range:
+    """A rule for numbers from `low` to `high`, either end left out if it is open."""
 
-    def rule(value: Any) -> Any:
-        too_low = value <= low if open_low else value < low
-        too_high = value >= high if open_high else value > high
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    @property
+    def bounds(self) -> str:
+        """The range in words."""
+        at_least = f"more than {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        at_most = f" and less than {self.high:g}" if self.open_high else f" and at most {self.high:g}"
+        return at_least if self.high == math.inf else at_least + at_most
+
+    def __call__(self, value: Any) -> Any:
+        too_low = value <= self.low if self.open_low else value < self.low
+        too_high = value >= self.high if self.open_high else value > self.high
         if too_low or too_high:
-            raise ValueError(f"{value} is out of range; it must be {bounds}")
+            raise ValueError(f"{value} is out of range; it must be {self.bounds}")
         return value
-
-    return rule
 
 
 def _betas(value: list[float]) -> list[float]:
     if len(value) != 2:
         raise ValueError(f"{value} must be two numbers, for example [0.9,0.999]")
-    return [within(0, 1, open_high=True)(beta) for beta in value]
+    return [Range(0, 1, open_high=True)(beta) for beta in value]
 
 
 def _keep(value: Any) -> int | str:
     if value == "all":
         return "all"
     try:
-        return within(1)(_whole(value))
+        return Range(1)(_whole(value))
     except ValueError:
         text = f'{_shown(value)} is neither a number of checkpoints, at least 1, nor "all"'
         raise ValueError(text) from None
@@ -179,56 +192,57 @@ RULES: dict[str, Rule] = {
     "data.train": _files,
     "data.valid": _files,
     "data.format": one_of(choices.FORMATS),
-    "data.max_length": within(2),
-    "data.batch_tokens": within(1),
+    "data.max_length": Range(2),
+    "data.batch_tokens": Range(1),
     "data.truncate": one_of(choices.TRUNCATIONS),
-    "data.batch_size": within(1),
+    "data.batch_size": Range(1),
     "data.train_on": one_of(choices.TRAIN_ON),
     "trainer.objective": one_of(choices.OBJECTIVES),
     "trainer.layout": one_of(choices.LAYOUTS),
     "trainer.gradient": one_of(choices.GRADIENTS),
-    "trainer.max_steps": within(1),
-    "trainer.epochs": within(0, open_low=True),
-    "trainer.accumulate": within(1),
-    "trainer.seed": within(0, 2**32, open_high=True),
-    "trainer.clip_norm": within(0),
-    "trainer.eval_every": within(0),
-    "trainer.save_every": within(0),
+    "trainer.max_steps": Range(1),
+    "trainer.epochs": Range(0, 1e5, open_low=True),
+    "trainer.accumulate": Range(1),
+    "trainer.seed": Range(0, 2**32, open_high=True),
+    "trainer.clip_norm": Range(0),
+    "trainer.eval_every": Range(0),
+    "trainer.save_every": Range(0),
     "trainer.keep": _keep,
     "trainer.resume": _path,
-    "trainer.patience": within(0),
-    "trainer.min_delta": within(0),
-    "loss.beta": within(0, open_low=True),
+    "trainer.patience": Range(0),
+    "trainer.min_delta": Range(0),
+    "loss.beta": Range(0, open_low=True),
     "loss.variant": one_of(choices.DPO_VARIANTS),
-    "loss.label_smoothing": within(0, 0.5, open_high=True),
-    "loss.gamma": within(0),
+    "loss.label_smoothing": Range(0, 0.5, open_high=True),
+    "loss.gamma": Range(0),
     "loss.nll_scope": one_of(choices.NLL_SCOPES),
-    "loss.nll_weight": within(0),
-    "loss.desirable_weight": within(0),
-    "loss.undesirable_weight": within(0),
+    "loss.nll_weight": Range(0),
+    "loss.desirable_weight": Range(0),
+    "loss.undesirable_weight": Range(0),
+    "loss.reference": _path,
     "loss.reference_scored": one_of(choices.REFERENCE_TIMES),
     "head.kind": one_of(choices.HEADS),
-    "head.chunk": within(1),
+    "head.chunk": Range(1),
     "adapter.kind": one_of(choices.ADAPTERS),
-    "adapter.rank": within(1),
-    "adapter.alpha": within(0, 1e6, open_low=True),
-    "adapter.dropout": within(0, 1, open_high=True),
+    "adapter.rank": Range(1),
+    "adapter.alpha": Range(0, 1e6, open_low=True),
+    "adapter.dropout": Range(0, 1, open_high=True),
     "adapter.targets": _targets,
     "adapter.layers": _layers,
     "adapter.init_from": _path,
     "optimizer.name": one_of(tuple(choices.OPTIMIZERS)),
-    "optimizer.lr": within(0, open_low=True),
-    "optimizer.weight_decay": within(0),
+    "optimizer.lr": Range(0, open_low=True),
+    "optimizer.weight_decay": Range(0),
     "optimizer.betas": _betas,
-    "optimizer.eps": within(1e-37),
+    "optimizer.eps": Range(1e-37),
     "schedule.name": one_of(choices.SCHEDULES),
-    "schedule.warmup_steps": within(0),
-    "schedule.final_ratio": within(0, 1),
+    "schedule.warmup_steps": Range(0),
+    "schedule.final_ratio": Range(0, 1),
     "run.dir": _path,
-    "preview.rows": within(1),
+    "preview.rows": Range(1),
     "preview.split": one_of(choices.SPLITS),
-    "max_tokens": within(1),
-    "temperature": within(0),
-    "top_p": within(0, 1, open_low=True),
-    "seed": within(0, 2**32, open_high=True),
+    "max_tokens": Range(1),
+    "temperature": Range(0),
+    "top_p": Range(0, 1, open_low=True),
+    "seed": Range(0, 2**32, open_high=True),
 }

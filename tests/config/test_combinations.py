@@ -109,6 +109,11 @@ def test_a_file_that_is_not_there_is_named_with_its_key(rows, key, value):
     assert "nowhere" in str(caught.value)
 
 
+def test_a_reference_that_is_not_there_is_named_with_its_key(rows):
+    with pytest.raises(InputError, match=r"loss\.reference: there is no \./nowhere"):
+        made(rows, trainer__objective="dpo", loss__reference="./nowhere")
+
+
 def test_a_hub_id_is_not_looked_for_on_the_disk(rows):
     assert made(rows).model.path == "owner/name"
 

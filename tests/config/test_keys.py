@@ -4,6 +4,7 @@ import pytest
 
 from mlxft.config.keys import edit_distance, flatten, keys_of, nearest, nearest_key, nest, unknown_key
 from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
+from mlxft.errors import InputError
 
 KEYS = keys_of(Config, PreviewKeys, GenerateConfig)
 
@@ -46,6 +47,17 @@ def test_dotted_and_nested_names_come_to_the_same():
     assert nest({"optimizer.lr": 1, "optimizer": {"eps": 2}, "trainer.seed": 3}) == nested
     assert nest({"optimizer": {"lr": 1}, "optimizer.eps": 2, "trainer": {"seed": 3}}) == nested
     assert flatten(nested, KEYS) == {"optimizer.lr": 1, "optimizer.eps": 2, "trainer.seed": 3}
+
+
+def test_a_key_that_is_given_dotted_and_nested_is_refused_by_name():
+    for doubled in (
+        {"optimizer.lr": 1, "optimizer": {"lr": 2}},
+        {"optimizer": {"eps": 1, "lr": 2}, "optimizer.lr": 1},
+        {"optimizer": {"lr.a": 2}, "optimizer.lr": 1},
+    ):
+        with pytest.raises(InputError, match=r"optimizer\.lr: it is set twice"):
+            nest(doubled)
+    assert nest({"optimizer": None, "optimizer.lr": 1}) == {"optimizer": {"lr": 1}}
 
 
 def test_flattening_keeps_a_dictionary_that_is_a_value_and_every_unknown_name():
@@ -112,3 +124,12 @@ def test_every_key_that_a_name_of_other_tools_leads_to_exists():
 def test_a_group_is_not_a_key_and_its_keys_are_listed():
     assert "optimizer has name, lr" in unknown_key("optimizer", KEYS)
     assert "+recipe=NAME" in unknown_key("recpe", KEYS)
+
+
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [("modle", "model"), ("optimiser", "optimizer"), ("trainr", "trainer"), ("adaptor", "adapter"),
+     ("promt", "prompt"), ("temprature", "temperature"), ("batchsize", "data.batch_size")],
+)  # fmt: skip
+def test_a_mistyped_group_is_taken_for_the_nearest(wrong, meant):
+    assert f"{meant}" in unknown_key(wrong, KEYS).removesuffix("?").split()

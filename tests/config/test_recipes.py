@@ -134,8 +134,18 @@ def test_the_description_is_the_first_comment():
         ("model:\n  _target_: os.system\n", "model._target_ (recipes/made_up.yaml:2): there is no such key"),
         (
             "trainer:\n  seed: 1\n  seed: 2\n",
-            "recipes/made_up.yaml:3: this is not YAML: found duplicate key seed",
+            "recipes/made_up.yaml:3: trainer.seed is set here and in line 2; keep one of them",
         ),
+        ("trainer: {seed: 1}\ntrainer: {keep: 2}\n", "recipes/made_up.yaml:2: this is not YAML: found dupl"),
+        (
+            "optimizer.lr: 1\noptimizer:\n  eps: 1\n  lr: 2\n",
+            "recipes/made_up.yaml:4: optimizer.lr is set here and in line 1; keep one of them",
+        ),
+        (
+            "data: {columns: {prompt: a}}\ndata.columns.prompt: b\n",
+            "recipes/made_up.yaml:2: data.columns.prompt is set here and in line 1",
+        ),
+        ("optimizer: 3\noptimizer.lr: 1\n", "recipes/made_up.yaml:2: optimizer is set here and in line 1"),
         ("model: {path: a\ntrainer: 3\n", "recipes/made_up.yaml:2: this is not YAML"),
         ("trainer:\n\tseed: 1\n", "recipes/made_up.yaml:2: this is not YAML"),
         ("- a\n", "recipes/made_up.yaml:1: a recipe is a dictionary"),
@@ -166,6 +176,12 @@ def test_a_broken_recipe_does_not_disturb_the_others(own):
     (own / "broken.yaml").write_text("model: {path: a\n")
     assert compose(["+recipe=made_up"]).recipe == "made_up"
     assert {"broken", "made_up"} <= set(find_recipes())
+
+
+def test_dotted_and_nested_keys_of_one_group_go_together(own):
+    (own / "made_up.yaml").write_text(RECIPE + "optimizer.eps: 1e-6\nschedule:\nschedule.name: linear\n")
+    made = compose(["+recipe=made_up"]).config
+    assert (made.optimizer.eps, made.schedule.name) == (1e-6, "linear")
 
 
 def test_an_empty_recipe_sets_nothing(own):
