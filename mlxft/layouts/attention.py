@@ -16,6 +16,9 @@ from mlxft.layouts.pieces import Layout
 FAST_MULTIPLE = 128
 FAST_HEAD_WIDTH = 128
 
+# Pieces this long on average fill a device one by one; shorter ones are put into calls together.
+_LONG_PIECE = 512
+
 
 def attend(
     q,
@@ -36,9 +39,32 @@ def attend(
     how = dict(scale=scale, sinks=sinks, repeatable=repeatable)
     if len(layout.pieces) == 1 and len(layout.pieces[0].keys) == 1:
         return _attend_one(q, k, v, window, how)
+    if layout.length >= _LONG_PIECE * len(layout.pieces):
+        parts = zip(_queries(q, layout), _keys(k, layout), _keys(v, layout), strict=True)
+        return mx.concatenate([_attend_one(*part, window, how) for part in parts], axis=2)
     folded = folding(layout, shape_multiple())
     groups = zip(folded.queries(q), folded.keys(k), folded.keys(v), strict=True)
     return folded.unfolded([_attend_one(*group, window, how) for group in groups])
+
+
+def _queries(x: mx.array, layout: Layout) -> list[mx.array]:
+    """Returns each piece's queries, of x (B, N, length, D)."""
+    return mx.split(x, [piece.start for piece in layout.pieces[1:]], axis=2)
+
+
+def _keys(x: mx.array, layout: Layout) -> list[mx.array]:
+    """Returns what each piece sees, of x (B, K, length, D).
+
+    The row is split once where any range begins or ends: the backward of a split is one concatenation,
+    that of many slices an array of zeros each.
+    """
+    edges = sorted({edge for piece in layout.pieces for span in piece.keys for edge in span})
+    between = dict(zip(edges[:-1], mx.split(x, edges[1:-1], axis=2), strict=True))
+    seen = [
+        [part for edge, part in between.items() if any(start <= edge < stop for start, stop in piece.keys)]
+        for piece in layout.pieces
+    ]
+    return [parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2) for parts in seen]
 
 
 def _attend_one(q, k, v, window: Optional[int], how) -> mx.array:

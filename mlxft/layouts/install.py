@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxft.backend import backend
 from mlxft.layouts.cache import Positions
 from mlxft.layouts.gated_delta import GatedDelta
 from mlxft.layouts.pieces import Layout
@@ -107,12 +108,16 @@ class _PieceRope(nn.Module):
 
     def __call__(self, x: mx.array, offset=0) -> mx.array:
         if isinstance(offset, Positions):
-            if not isinstance(self._inner, _by_offset_alone()):
+            if not isinstance(self._inner, _by_offset_alone()) or self._is_narrow(x):
                 return self._piece_by_piece(x, offset.layout)
             offset = mx.array(offset)
         if isinstance(offset, mx.array) and offset.shape == (x.shape[-2],):
             return self._token_by_token(x, offset)
         return self._inner(x, offset=offset)
+
+    def _is_narrow(self, x: mx.array) -> bool:
+        """MLX 0.32.4 launches CUDA blocks 64 tokens deep at most, and deeper ones for fewer than 32 dims."""
+        return backend() == "cuda" and getattr(self._inner, "dims", x.shape[-1]) < 32
 
     def _token_by_token(self, x: mx.array, positions: mx.array) -> mx.array:
         """One call for all pieces: each position of (B, N, T, D) as a row of its own, with its own offset."""

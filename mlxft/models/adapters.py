@@ -15,7 +15,8 @@ from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.models import audit, mlxlm_adapter, peft_adapter
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
-from mlxft.models.lora_linear import LoRALinear, dimensions
+from mlxft.models.frozen_linear import dimensions
+from mlxft.models.lora_linear import LoRALinear
 from mlxft.models.targets import LinearLayer, linear_layers
 
 # Where other libraries keep a text model's blocks; the number and what follows it are the same.

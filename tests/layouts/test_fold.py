@@ -56,12 +56,13 @@ def one_by_one(q, k, v, layout, window):
     return mx.concatenate(outputs, axis=2)
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("long_piece, multiple", [(512, 1), (512, 8), (1, 1)])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_call_a_shape_gives_what_one_call_a_piece_gives(name, window, multiple, monkeypatch):
+def test_folded_or_cut_pieces_give_what_each_gives_alone(name, window, long_piece, multiple, monkeypatch):
     """To the bit where nothing is rounded up; outputs and all three gradients, two rows, grouped heads."""
     monkeypatch.setattr(attention, "shape_multiple", lambda: multiple)
+    monkeypatch.setattr(attention, "_LONG_PIECE", long_piece)
     layout = LAYOUTS[name]
     keys = mx.random.split(mx.random.key(1), 4)
     q, weight = (mx.random.normal((2, 4, layout.length, 8), key=key) for key in keys[:2])

@@ -3,13 +3,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlxft.models import lora_linear
+from mlxft.models.frozen_linear import dimensions
 from mlxft.models.lora_linear import (
     LoRALinear,
     adapter_disabled,
-    dimensions,
     dropout_keys,
     initial_a,
     mask_key,
+    sum_of_products,
 )
 
 
@@ -46,6 +48,47 @@ def test_a_bfloat16_input_gives_a_bfloat16_output():
     assert layer.lora_a.dtype == layer.lora_b.dtype == mx.float32
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_those_of_the_formula(quantised, dropout):
+    """Of the input, A and B, against automatic differentiation of y = W x + scale * B A dropped(x)."""
+    layer, x = make_layer(dropout, quantised), inputs()
+    factor = mx.random.normal((2, 5, 32), key=mx.random.key(3))
+    key = mx.random.key(4) if dropout else None
+
+    def ours(x, a, b):
+        layer.lora_a, layer.lora_b = a, b
+        with dropout_keys(key):
+            return (layer(x) * factor).sum()
+
+    def plain(x, a, b):
+        kept = mx.ones(x.shape, mx.bool_)
+        if dropout:
+            kept = mx.random.bernoulli(0.5, x.shape, key=mask_key(key, 0, 0))
+        return ((layer.linear(x) + 2.0 * mx.where(kept, x / (1 - dropout), 0) @ a @ b) * factor).sum()
+
+    arguments = x, layer.lora_a, layer.lora_b
+    expected = mx.grad(plain, argnums=(0, 1, 2))(*arguments)
+    for one, other in zip(mx.grad(ours, argnums=(0, 1, 2))(*arguments), expected, strict=True):
+        assert mx.abs(one - other).max().item() < 1e-5 * mx.abs(other).max().item()
+
+
+def test_a_bias_of_the_layer_stays():
+    layer, x = make_layer(scale=2.0), inputs()
+    without = layer(x)
+    layer.linear.bias = mx.arange(32.0)
+    assert mx.allclose(layer(x), without + mx.arange(32.0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens, num_blocks", [(1024, 4), (300, 1), (7, 1)])
+def test_a_sum_in_blocks_of_tokens_is_the_product(num_tokens, num_blocks, monkeypatch):
+    monkeypatch.setattr(lora_linear, "backend", lambda: "cuda")
+    keys = mx.random.split(mx.random.key(0))
+    x, y = mx.random.normal((num_tokens, 64), key=keys[0]), mx.random.normal((num_tokens, 4), key=keys[1])
+    assert lora_linear._num_blocks(num_tokens) == num_blocks
+    assert mx.abs(sum_of_products(x, y) - x.T @ y).max().item() < 1e-5 * mx.abs(x.T @ y).max().item()
+
+
 def test_without_a_key_there_is_no_dropout_also_in_training_mode():
     layer, plain, x = make_layer(dropout=0.5), make_layer(), inputs()
     layer.train()
@@ -78,10 +121,11 @@ def test_dropout_keeps_the_expected_share_and_the_expected_value():
     layer = make_layer(dropout=0.25)
     x = mx.ones((200, 64))
     with dropout_keys(mx.random.key(0)):
-        dropped = layer._dropped(x)
-    kept = (dropped != 0).astype(mx.float32).mean().item()
+        kept = layer._kept(x).astype(mx.float32).mean().item()
+        layer.linear.weight, layer.lora_a = mx.zeros((32, 64)), mx.ones((64, 4)) / 64
+        update = layer(x) @ mx.linalg.pinv(layer.scale * layer.lora_b, stream=mx.cpu)
     assert abs(kept - 0.75) < 4 * (0.25 * 0.75 / 12800) ** 0.5  # four standard errors
-    assert mx.allclose(dropped.max(), mx.array(1 / 0.75)).item()
+    assert abs(update.mean().item() - 1) < 4 * (0.25 / 0.75 / 12800) ** 0.5
 
 
 def gradients(function, layer, key, x):
@@ -144,7 +188,7 @@ def test_a_vjp_walked_later_sees_the_mask_of_its_own_key():
     with dropout_keys(key):
         outputs, [grad] = mx.vjp(run, [a], [cotangent])
     with dropout_keys(key):
-        dropped = layer._dropped(x)
+        dropped = mx.where(layer._kept(x).reshape(x.shape), x / 0.7, 0)
     expected = 2.0 * mx.einsum("bti,btr->ir", dropped, cotangent @ layer.lora_b.T)
     assert mx.allclose(grad, expected, rtol=1e-5, atol=1e-4)
 
