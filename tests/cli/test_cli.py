@@ -39,7 +39,9 @@ def mlxft(*arguments, **options):
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["recipes"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["recipes"], ["train", "--help"], ["preview", "--help"]]
+)
 def test_help_and_recipes_answer_in_under_a_second(arguments):
     taken_s = []
     for _ in range(3):
@@ -56,7 +58,7 @@ def test_help_and_recipes_answer_in_under_a_second(arguments):
 def test_help_and_recipes_import_nothing_heavy():
     program = (
         "import sys; from mlxft.cli import main; "
-        "main(['--help']); main(['recipes']); main(['train', '--help']); "
+        "main(['--help']); main(['recipes']); main(['train', '--help']); main(['preview', '--help']); "
         "heavy = {'mlx.core', 'transformers', 'datasets', 'hydra', 'numpy', 'rich'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
@@ -85,7 +87,7 @@ def test_an_unknown_recipe_ends_with_2_and_the_list():
     assert "'made_upp' does not exist; did you mean made_up?" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["eval", "generate"])
+@pytest.mark.parametrize("command", ["eval", "generate", "preview"])
 def test_a_typo_ends_every_command_with_2(command, capsys):
     assert cli.main([command, "modl.path=x"]) == 2
     assert "did you mean model.path?" in capsys.readouterr().err
@@ -95,7 +97,7 @@ def test_a_typo_ends_every_command_with_2(command, capsys):
     "arguments, words",
     [
         (["trian"], "did you mean mlxft train?"),
-        (["zzz"], "there are train, eval, generate, recipes, doctor"),
+        (["zzz"], "there are train, eval, generate, preview, recipes, doctor"),
         (["optimizer.lr=1"], "the command comes first: mlxft train optimizer.lr=1"),
         (["recipes", "made_upp"], "did you mean made_up?"),
         (["recipes", "copy"], "takes nothing, NAME, or copy NAME"),
