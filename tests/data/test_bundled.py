@@ -81,12 +81,14 @@ def test_no_question_of_the_held_out_pairs_is_in_another_file():
     assert not set(held_out) & {question for questions in plain.values() for question in questions}
 
 
-def test_labelled_answers_are_those_of_the_pairs_by_turns():
-    rows = [row.values for row in read_rows("bundled:shout_unpaired.jsonl")]
-    assert len(rows) == 100
-    for number, (row, (question, chosen, rejected)) in enumerate(
-        zip(rows, shouted("shout.jsonl"), strict=True)
-    ):
+@pytest.mark.parametrize(
+    "name, pairs",
+    [("shout_unpaired.jsonl", "shout.jsonl"), ("shout_unpaired_valid.jsonl", "shout_valid.jsonl")],
+)
+def test_labelled_answers_are_those_of_the_pairs_by_turns(name, pairs):
+    rows = [row.values for row in read_rows(f"bundled:{name}")]
+    assert len(rows) == SHOUTS[pairs]
+    for number, (row, (question, chosen, rejected)) in enumerate(zip(rows, shouted(pairs), strict=True)):
         assert row["prompt"][0]["content"] == question
         assert row["label"] == (number % 2 == 0)
         assert row["completion"][0]["content"] == (chosen if row["label"] else rejected)
@@ -97,3 +99,4 @@ def test_the_readme_counts_the_pairs_it_describes():
     for name, count in SHOUTS.items():
         assert f"| `{name}` | {count} pairs |" in text
     assert "| `shout_unpaired.jsonl` | 100 labelled answers |" in text
+    assert "| `shout_unpaired_valid.jsonl` | 24 labelled answers |" in text

@@ -93,6 +93,7 @@ def test_held_out_pairs_ask_what_no_other_row_asks():
     held_out = questions("shout_valid.jsonl")
     assert len(held_out) == 24
     assert not held_out & (questions("shout.jsonl") | questions("shout_unpaired.jsonl"))
+    assert held_out == questions("shout_unpaired_valid.jsonl")
 
 
 @pytest.mark.slow
@@ -121,19 +122,23 @@ def test_the_quickstart_teaches_the_name_and_keeps_paris(seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PREFERENCE)
-def test_a_preference_recipe_prefers_capitals_on_held_out_pairs(name, tmp_path):
-    def evaluated(*adapter):
-        pairs = "data.valid=bundled:shout_valid.jsonl"
-        done = mlxft("eval", "--json", f"+recipe={name}", pairs, *adapter, folder=tmp_path)
+def test_a_preference_recipe_prefers_capitals_on_held_out_rows(name, tmp_path):
+    def evaluated(*more):
+        done = mlxft("eval", "--json", f"+recipe={name}", *more, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     run = tmp_path / "run"
     done = mlxft("train", f"+recipe={name}", f"run.dir={run}", folder=tmp_path, timeout=1700)
     assert done.returncode == 0, done.stderr
-    before, after = evaluated(), evaluated(f"adapter.init_from={run / 'adapter'}")
+    pairs, adapter = "data.valid=bundled:shout_valid.jsonl", f"adapter.init_from={run / 'adapter'}"
+    before, after = evaluated(pairs), evaluated(pairs, adapter)
     assert before["accuracy"] < 0.2 and before["margin"] < 0
     assert after["accuracy"] == 1.0 and after["margin"] > 0
+    own = evaluated(adapter)  # of kto, labelled answers
+    assert own["accuracy"] == 1.0 and own["margin"] > 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "valid" and last["rewards/accuracies"] == pytest.approx(1.0)
 
 
 @pytest.mark.slow
