@@ -12,13 +12,15 @@ import pytest
 
 from mlxft import cli
 from mlxft.config import Config, GenerateConfig, compose
+from mlxft.config.composition import COMMANDS
 from mlxft.config.keys import groups_of, keys_of
+from mlxft.config.schema import PreviewKeys
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, code_spans, commands_of
 from tests.tiny_models import make_model
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a folder of that name is taken before the hub
 ROWS = [("Where is the key?", "Under the mat."), ("Who waters the plants?", "Mara."), ("And you?", "No.")]
-KEYS = keys_of(Config, GenerateConfig)
+KEYS = keys_of(Config, PreviewKeys, GenerateConfig)
 
 # The same words elsewhere than in a configuration: a file's name, the layers' paths in a model.
 NO_KEYS = {"model.safetensors", "model.layers"}
@@ -51,6 +53,7 @@ def folder(tiny_model, tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent), prepend=os.pathsep)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of reference log-probabilities
+    monkeypatch.setenv("COLUMNS", "80")  # of tables
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -118,7 +121,7 @@ def test_commands_that_are_not_run_are_such_as_exist(page, folder):
 
 def check_unrun(words: list[str]) -> None:
     program, *rest = words
-    if Path(program).name == "mlxft" and rest[0] in ("train", "eval", "generate"):
+    if Path(program).name == "mlxft" and rest[0] in COMMANDS:
         compose(rest[1:], command=rest[0])
     elif Path(program).name == "mlxft":
         assert rest[0] in cli.COMMANDS
