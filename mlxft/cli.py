@@ -11,7 +11,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from mlxft.errors import EXIT_DONE, EXIT_FAULT, EXIT_GUARD, InputError, MlxftErr
 
 EXIT_INTERRUPTED = 128 + 2  # SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,28 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except MlxftError as error:
-        print(f"mlxft: {error}", file=sys.stderr)
+        _tell(f"mlxft: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("mlxft: interrupted", file=sys.stderr)
+        _tell("mlxft: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _close_output()
         return EXIT_BROKEN_PIPE
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            what = error.filename or "the output"
+            _tell(f"mlxft: {what} could not be written: {error.strerror}; free some space, then try again")
             _close_output()
-            print(f"mlxft: writing stopped halfway: {error.strerror}; free some space", file=sys.stderr)
             return EXIT_GUARD
-        traceback.print_exc()
-        print(
-            "\nmlxft: this is a fault of mlxft, not of your input. Please report it with the text above.",
-            file=sys.stderr,
-        )
+        _tell(traceback.format_exc())
+        _tell("mlxft: this is a fault of mlxft, not of your input. Please report it with the text above.")
         return EXIT_FAULT
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # standard error may lie on the full disk too: the exit code still tells
+        print(text, file=sys.stderr)
 
 
 def _close_output() -> None:
@@ -92,7 +97,7 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "file_only", False):
-            print(self.format(record), file=sys.stderr)
+            _tell(self.format(record))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from mlxft import cli
 from mlxft.errors import GuardStop, InputError, Interrupted
+from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "# Made up, for a test.\nmodel: {path: owner/name}\ndata: {train: rows.jsonl}\n"
@@ -173,6 +174,37 @@ def test_a_reader_that_goes_away_is_no_fault():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
+    """/dev/full takes nothing, as a disk without room: on standard output, then on standard error too."""
+    model = make_model(tmp_path / "model", "llama")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for command in (
+        ["--help"],
+        ["recipes"],
+        ["train", "--config", f"model.path={model}", "data.train=rows.jsonl"],
+        ["eval", f"model.path={model}", "data.valid=rows.jsonl"],
+        ["generate", f"model.path={model}", "prompt=a", "max_tokens=2"],
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "mlxft", *command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+        last = done.stderr.splitlines()[-1]
+        assert last == (
+            "mlxft: the output could not be written: No space left on device; free some space, then try again"
+        )
+        assert done.returncode == 3 and "Traceback" not in done.stderr
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlxft", "recipes"], stdout=full, stderr=full, env=environment
+        )
+    assert done.returncode == 3
 
 
 def test_python_takes_a_dictionary_a_config_or_overrides_with_the_same_check():

@@ -266,7 +266,7 @@ def test_a_reader_that_goes_away_and_a_full_disk_are_no_faults(folder):
     with open("/dev/full", "w") as full:
         done = process(folder, "data.train=chats.jsonl", stdout=full)
     assert done.returncode == 3
-    assert done.stderr == "mlxft: writing stopped halfway: No space left on device; free some space\n"
+    assert "No space left on device; free some space" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_recipe_is_previewed_by_its_name(preview, folder):
