@@ -138,6 +138,23 @@ def check_kind(row: Row, form: Form, kind: str) -> None:
     )
 
 
+def check_same(row: Row, form: Form, wanted: str, first: str) -> None:
+    """Raises InputError when the row has keys of another format than the set's, which would be ignored.
+
+    wanted: data.format; one that is named reads its own keys and no others. first: where the row is that
+    `form` was found by. Rows that lack keys are `check_keys`' matter.
+    """
+    if wanted != "auto" or not form.fits(row.values):
+        return
+    own = next(other for other in FORMS if other.fits(row.values))
+    if own is not form:
+        raise InputError(
+            f"{row.where}: this row is {_IS[own.kind]} ({listed(own.required)}), and the set's first row, "
+            f"{first}, is {_IS[form.kind]} ({listed(form.required)}). Make all rows alike, or write "
+            f"data.format={form.format} to read no other keys than the first row's."
+        )
+
+
 def _either(names: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
@@ -213,6 +230,11 @@ def _completion_row(row: Row) -> ChatRow | CompletionRow:
 def _token_row(row: Row, vocab_size: int) -> TokenRow:
     mask, where = row.values.get("completion_mask"), row.where
     tokens = checked_tokens(row.values["input_ids"], "input_ids", where, vocab_size)
+    if mask is None and row.values.get("labels") is not None:
+        raise InputError(
+            f"{where}: labels is not read. Give completion_mask: one value a token, 0 where the label is "
+            "-100 and 1 elsewhere."
+        )
     if mask is None:
         return TokenRow(tokens, [True] * len(tokens), where)
     if not isinstance(mask, list):

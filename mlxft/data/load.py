@@ -1,19 +1,27 @@
 """From a data file to rows for training: reads, checks, encodes and fits every row, and reports on them."""
 
+from collections.abc import Iterator
 from typing import Any
 
+from mlxft.config.choices import TRAIN_ON
 from mlxft.config.schema import DataConfig
 from mlxft.data.encode import RowEncoder
 from mlxft.data.example import Example, Pair, Unpaired
-from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form, type_row
+from mlxft.data.formats import (
+    OBJECTIVES,
+    Form,
+    check_columns,
+    check_kind,
+    check_same,
+    find_form,
+    type_row,
+)
 from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
 from mlxft.data.preferences import type_pair, type_unpaired
 from mlxft.data.report import DataReport, source_name
-from mlxft.data.sources import Rows, read_rows
+from mlxft.data.sources import Row, read_rows
 from mlxft.data.truncate import Limit, fit
 from mlxft.errors import InputError
-
-TRAIN_ON = ("assistant", "last_assistant", "all")
 
 
 def load_for(
@@ -90,8 +98,11 @@ def load_unpaired(
     return answers, _closed(report, answers, encoder, cfg)
 
 
-def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Rows, Form, DataReport]:
-    """Returns a set's rows, their form, and a report that has only begun; the keys of `cfg` are checked."""
+def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Iterator[Row], Form, DataReport]:
+    """Returns a set's rows, their form, and a report that has only begun; the keys of `cfg` are checked.
+
+    Going through the rows raises InputError at one of another form.
+    """
     if cfg.train_on not in TRAIN_ON:
         raise InputError(f"data.train_on={cfg.train_on}: must be one of {', '.join(TRAIN_ON)}.")
     if cfg.train_on == "all" and kind != "examples":
@@ -104,7 +115,13 @@ def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Rows, Form, DataRepo
     first = next(iter(rows))
     form = find_form(first, cfg.format, kind)
     check_kind(first, form, kind)
-    return rows, form, DataReport(source_name(source), form.format, cfg.max_length, kind, len(rows))
+
+    def alike() -> Iterator[Row]:
+        for row in rows:
+            check_same(row, form, cfg.format, first.where)
+            yield row
+
+    return alike(), form, DataReport(source_name(source), form.format, cfg.max_length, kind, len(rows))
 
 
 def _limit(cfg: DataConfig, tokenizer: Any) -> Limit:

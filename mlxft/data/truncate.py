@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlxft.config.choices import TRUNCATIONS
 from mlxft.errors import InputError
-
-POLICIES = ("prompt_left", "right", "drop", "error")
 
 # Why a row was dropped.
 UNTRAINED = "nothing to train on"
@@ -39,8 +38,8 @@ class Limit:
     bos_id: int | None = None
 
     def __post_init__(self):
-        if self.policy not in POLICIES:
-            raise InputError(f"data.truncate={self.policy}: must be one of {', '.join(POLICIES)}.")
+        if self.policy not in TRUNCATIONS:
+            raise InputError(f"data.truncate={self.policy}: must be one of {', '.join(TRUNCATIONS)}.")
         if self.max_length < 2:
             raise InputError(f"data.max_length={self.max_length}: must be 2 or more.")
 

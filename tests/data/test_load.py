@@ -71,6 +71,48 @@ def test_a_row_of_another_format_than_the_first_is_an_error(write_rows, make_tok
         load(path, make_tokenizer("chatml"))
 
 
+@pytest.mark.parametrize(
+    "first, second, words",
+    [
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "completion": "b", "label": False},
+            r"an answer with a label \('prompt', 'completion', 'label'\), and the set's first row, .*:1, is "
+            r"a text to learn \('prompt', 'completion'\)\. Make all rows alike, or write "
+            r"data\.format=completion",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": None},
+            {"prompt": "a", "completion": "b", "label": True},
+            "an answer with a label",
+        ),
+        ({"text": "a"}, {"text": "a", "chosen": "b", "rejected": "c", "prompt": "d"}, "a pair of answers"),
+        ({"text": "a"}, chat("one?", "First.") | {"text": "a"}, r"\('messages'\), and the set's first row"),
+    ],
+)
+def test_keys_of_another_format_in_a_later_row_are_refused_by_file_and_line(
+    first, second, words, write_rows, make_tokenizer
+):
+    """They say what is to be trained on, and would be ignored: the first row says how a set is read."""
+    path = write_rows([first, first, second])
+    with pytest.raises(InputError, match=f"^{path}:3: this row is .*{words}"):
+        load(path, make_tokenizer("chatml"))
+
+
+def test_a_format_that_is_named_reads_its_own_keys_alone(write_rows, make_tokenizer):
+    row = {"prompt": "a", "completion": "b"}
+    path = write_rows([row, row | {"label": False}])
+    assert len(load(path, make_tokenizer("chatml"), format="completion")[0]) == 2
+
+
+def test_labels_of_tokens_are_refused_with_the_name_of_the_mask(write_rows):
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
+    with pytest.raises(InputError, match="rows.jsonl:2: labels is not read. Give completion_mask"):
+        load(write_rows(rows))
+    rows[1]["completion_mask"] = [0, 1, 0]
+    assert load(write_rows(rows))[0][1].num_supervised == 1
+
+
 def test_rows_without_a_target_are_dropped_and_counted(write_rows):
     rows = [{"input_ids": [1, 2], "completion_mask": [1, 0]}, {"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
     examples, report = load(write_rows(rows))
