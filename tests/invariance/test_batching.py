@@ -1,4 +1,4 @@
-"""What must not change loss or gradients: padding, batch against accumulation, the head, the backward."""
+"""What must not change loss or gradients, beside what test_combinations compares: padding, compiling."""
 
 import mlx.core as mx
 import numpy as np
@@ -53,9 +53,9 @@ def rows(lengths=(9, 23, 14, 3)) -> list[Example]:
     ]
 
 
-def window(made, batches, kind="whole", head=None, compiled=False, key=None, arranger=None):
+def window(made, batches, kind="whole", compiled=False, key=None, arranger=None):
     """Loss and gradients of one window, added up over its micro-batches."""
-    objective = Sft(head or HeadPlan("full"), arranger or Arranger())
+    objective = Sft(HeadPlan("full"), arranger or Arranger())
     gradient = Gradient(made, objective, kind, compiled)
     counts = {"tokens": sum(objective.counts(batch)["tokens"] for batch in batches)}
     loss, total = 0.0, {}
@@ -79,52 +79,13 @@ def difference(one, other) -> float:
     return max(abs(one[0] - other[0]) / abs(one[0]), worst / largest)
 
 
-def alone(made, **how):
-    return window(made, [[row] for row in rows()], **how)
-
-
-def test_padding_does_not_change_the_loss_or_gradients(made):
-    assert difference(alone(made), window(made, [rows()])) < CLOSE * SLACK
-
-
 @pytest.mark.parametrize("pad_id", [0, 7])
 def test_neither_the_padding_token_nor_its_width_matters(made, pad_id, monkeypatch):
     monkeypatch.setattr("mlxft.layouts.arrange._PAD_ID", pad_id)
     wide = Arranger("padded", 32)
     assert wide([Group(np.zeros(0, np.int32), (rows()[0].tokens,))]).tokens[0, -1] == pad_id
-    assert difference(alone(made), window(made, [rows()], arranger=wide)) < CLOSE * SLACK
-
-
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_packed_rows_give_the_sum_of_each_alone(made, multiple):
-    """Rows see only themselves and start at position 0, also with windows shorter than they are."""
-    packed = window(made, [rows()], arranger=Arranger("packed", multiple))
-    assert difference(alone(made), packed) < CLOSE * SLACK
-
-
-def test_two_micro_batches_of_two_equal_one_of_four(made):
-    short, long = rows()[:2], rows()[2:]
-    halves = [short, long]
-    assert difference(window(made, [rows()]), window(made, halves)) < CLOSE * SLACK
-
-
-def test_checkpointing_changes_nothing(made):
-    batch = [rows()]
-    assert difference(window(made, batch), window(made, batch, kind="checkpoint")) < CLOSE * SLACK
-
-
-def test_checkpointing_replays_the_dropout_masks(made):
-    """With a mask drawn anew in the recompute, gradients are off by more than their size."""
-    batch = [rows()]
-    dropped = window(made, batch, key=11)
-    assert difference(dropped, window(made, batch, kind="checkpoint", key=11)) < CLOSE * SLACK
-    assert difference(dropped, window(made, batch, key=12)) > 0.05
-    assert difference(dropped, window(made, batch)) > 0.05
-
-
-def test_a_chunked_head_changes_nothing(made):
-    batch = [rows()]
-    assert difference(window(made, batch), window(made, batch, head=HeadPlan("chunked", 5))) < CLOSE * SLACK
+    alone = window(made, [[row] for row in rows()])
+    assert difference(alone, window(made, [rows()], arranger=wide)) < CLOSE * SLACK
 
 
 @pytest.mark.parametrize("kind", ["whole", "checkpoint"])
