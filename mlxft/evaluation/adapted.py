@@ -18,7 +18,7 @@ def load_adapted(config: Config, folder: Path) -> nn.Module:
 
     Raises: InputError naming the file, tensor or key that is wrong.
     """
-    model, _ = load_model(folder, config.model.dtype)
+    model = load_model(folder, config.model.dtype)
     if config.adapter.init_from is not None:
         load_adapter(model, config.adapter.init_from)
     return model
@@ -31,4 +31,4 @@ def without_adapter(adapted: DecoderView, config: Config, folder: Path) -> Itera
         with adapter_disabled(adapted.model):
             yield adapted
     else:
-        yield view(load_model(folder, config.model.dtype)[0])
+        yield view(load_model(folder, config.model.dtype))

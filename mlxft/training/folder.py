@@ -210,7 +210,7 @@ def _locked(run_dir: Path):
         file = open(run_dir / LOCK, "w")
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "there is a file of that name" if is_file else error.strerror
+        reason = _dangling(run_dir) or ("there is a file of that name" if is_file else error.strerror)
         raise InputError(f"run.dir={run_dir} cannot be written: {reason}. Choose another run.dir") from None
     with file:
         _lock(file, run_dir)
@@ -220,6 +220,14 @@ def _locked(run_dir: Path):
             if not (run_dir / CONFIG).exists():  # it never began
                 _remove(new_files, new_folders)
             raise
+
+
+def _dangling(run_dir: Path) -> Optional[str]:
+    """Returns what to say of a link on the way to the folder that leads nowhere, None if there is none."""
+    for path in (run_dir, *run_dir.parents):
+        if os.path.islink(path) and not os.path.exists(path):
+            return f"{path} is a link to {os.readlink(path)}, which is not there"
+    return None
 
 
 def _lock(file: Any, run_dir: Path) -> None:

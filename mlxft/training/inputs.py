@@ -1,17 +1,15 @@
 """What a run trains, and on what: the rows first, since a wrong one is told before a model is read."""
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
-
-import numpy as np
 
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
 from mlxft.data.batches import order_of, packed_sizes
+from mlxft.data.fingerprint import fingerprint
 from mlxft.data.load import load_for
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
@@ -33,7 +31,7 @@ class Rows:
 
     def fingerprints(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
-        return {"train": _fingerprint(self.train), "valid": _fingerprint(self.valid) if self.valid else None}
+        return {"train": fingerprint(self.train), "valid": fingerprint(self.valid) if self.valid else None}
 
 
 def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
@@ -68,21 +66,8 @@ def in_windows(config: Config, rows: Sequence[Row]) -> Windows:
 
 def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterReport]:
     """Returns the model in `folder` with what is trained on it, and what that is. Raises: InputError."""
-    model, _ = load_model(folder, config.model.dtype)
+    model = load_model(folder, config.model.dtype)
     made = view(model)
     report = apply_adapter(model, config.adapter, config.trainer.seed)
     log.info("%s", report)
     return made, report
-
-
-def _fingerprint(rows: Sequence[Row]) -> str:
-    """Returns a digest of every array and label of every row, in order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        for field in fields(row):
-            value = getattr(row, field.name)
-            if isinstance(value, np.ndarray):
-                digest.update(len(value).to_bytes(8, "little") + value.tobytes())
-            elif isinstance(value, bool):
-                digest.update(bytes([value]))
-    return digest.hexdigest()

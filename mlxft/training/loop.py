@@ -95,7 +95,8 @@ class Loop:
                 self._interrupted()
         self._save()
         if self._should_stop_early():
-            log.info("stopped early: no improvement in %d validations", self.progress.without_improvement)
+            times = self.progress.without_improvement
+            log.info("stopped early: no improvement in %d validation%s", times, "s" * (times != 1))
             return "early_stopped"
         if self.progress.skipped == self.progress.step:
             raise GuardStop(

@@ -59,6 +59,10 @@ class MemoryLog(StepMemory):
             }
         )
 
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
     def peak_bytes(self) -> int:
         """Returns the peak of the step over all its phases."""
         return max(self._peak, mx.get_peak_memory())

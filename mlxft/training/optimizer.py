@@ -1,6 +1,5 @@
 """MLX's optimisers by name, and the learning rate of each step as a pure function."""
 
-import inspect
 import math
 from typing import Any
 
@@ -8,6 +7,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
+from mlxft.config.choices import OPTIMIZERS
 from mlxft.config.schema import OptimizerConfig, ScheduleConfig
 
 CLASSES = {
@@ -28,21 +28,12 @@ def build(config: OptimizerConfig) -> optimizers.Optimizer:
     """Returns the optimiser `config.name`, given those of our settings that it has.
 
     The check of the configuration refuses a setting that the named optimiser does not have, so
-    what is left out here stands at its default. Adafactor's `eps` is a pair of another meaning.
+    what is left out here stands at its default.
     """
-    cls = CLASSES[config.name]
-    known = inspect.signature(cls.__init__).parameters
-    settings = {
-        "betas": list(config.betas),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "bias_correction": config.bias_correction,
-    }
-    settings = {name: value for name, value in settings.items() if name in known}
+    settings = {name: getattr(config, name) for name in sorted(OPTIMIZERS[config.name])}
     if config.name == "adafactor":
-        settings.pop("eps")
-        settings.update(relative_step=False, scale_parameter=False)
-    return cls(learning_rate=config.lr, **settings)
+        settings |= {"relative_step": False, "scale_parameter": False}
+    return CLASSES[config.name](learning_rate=config.lr, **settings)
 
 
 def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleConfig) -> float:

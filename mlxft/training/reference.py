@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlxft.config.schema import Config
+from mlxft.data.fingerprint import fingerprint
 from mlxft.models.decoder import DecoderView
 from mlxft.models.decoder import view as checked_view
 from mlxft.models.load import load_model
@@ -80,8 +81,16 @@ def make(config: Config, view: DecoderView) -> Reference:
         return as_at_start(view)
     if named == "base":
         return adapter_off
-    model, _ = load_model(resolve(named), config.model.dtype)
-    return another_model(checked_view(model))
+    return another_model(checked_view(load_model(resolve(named, key="loss.reference"), config.model.dtype)))
+
+
+def model_folder(config: Config, policy: Path) -> Path:
+    """Returns the folder of the model that is the reference: the policy's, or the one that is named.
+
+    Raises: InputError if there is none of that name.
+    """
+    named = config.loss.reference
+    return policy if named in ("base", "start") else resolve(named, key="loss.reference")
 
 
 def is_the_start(config: Config) -> bool:
@@ -94,22 +103,21 @@ def is_the_start(config: Config) -> bool:
 def with_references(objective, view: DecoderView, rows: list[Any], config: Config, folder: Path) -> list[Any]:
     """Returns the rows with their reference log-probabilities, from the disk if they were kept.
 
-    folder: the policy's model. The same model, adapter, rows and settings are scored once, ever.
+    folder: of the model that is the reference. The same model, adapter, rows and settings are scored
+    once, ever.
     """
-    named = config.loss.reference
-    scored_model = folder if named in ("base", "start") else resolve(named)
     started = is_the_start(config)
     started_from = Path(config.adapter.init_from) if started and config.adapter.init_from else None
     key = _key(
         _VERSION,
-        scored_model,
+        folder,
         started_from,
         started and (config.adapter, config.trainer.seed),
         config.model.dtype,
         config.trainer.objective,
         objective.arranger,
         config.data.batch_size,
-        [_arrays(row) for row in rows],
+        fingerprint(rows),
     )
     path = _cache_folder() / f"{key}.npy"
     values = _kept(path, len(rows))
@@ -131,10 +139,6 @@ def _score(objective, view: DecoderView, rows: list[Any], batch_size: int) -> np
     for batch in fixed_batches(rows, batch_size):
         values[[place[id(row)] for row in batch]] = objective.reference_logps(view, batch)
     return values
-
-
-def _arrays(row: Any) -> list[bytes]:
-    return [value.tobytes() for value in vars(row).values() if isinstance(value, np.ndarray)]
 
 
 def _key(*parts: Any) -> str:

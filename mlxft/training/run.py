@@ -1,9 +1,8 @@
 """`mlxft train`: from a checked configuration to a run's folder with metrics, checkpoints and adapter."""
 
-import json
 import logging
 import shutil
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -31,8 +30,8 @@ from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
 from mlxft.training.objectives.common import Row
 from mlxft.training.reference import make as make_reference
-from mlxft.training.reference import with_references
-from mlxft.training.samples import answer_all, show_samples
+from mlxft.training.reference import model_folder, with_references
+from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
 from mlxft.training.step import Stepper
@@ -89,6 +88,7 @@ class _Run:
         self.start = start
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
+        reference_folder = model_folder(config, folder)  # one that is missing is told before anything is read
         vocabulary = vocabulary_size(folder)
         asks = config.data.format != "tokens" or bool(config.trainer.samples)
         self.tokenizer = load_tokenizer(folder, required=asks)
@@ -111,25 +111,27 @@ class _Run:
         self.view, self.report = load_trained(config, folder)
         if start.continuation:
             start.continuation.check_adapter(self.report)
-        self._make_objective(folder)
+        self._make_objective(reference_folder)
         self.memory = StepMemory()
 
     def train(self) -> str:
         """Trains to the end, writes the adapter, and returns how it ended."""
-        stepper = self._stepper()
-        self.progress = Progress()
-        if self.start.continuation:
-            self.progress = self.start.continuation.restore(self.view.model, stepper.optimizer)
-        self.before = self._samples_before()
-        self._write_identity()
-        with stop_on_signals() as stop, open_screen(self.start.step, self.total_steps) as screen:
-            stepper.should_stop = stop
-            status = self._loop(stepper, screen, stop).run()
+        with ExitStack() as files:
+            stepper = self._stepper(files)
+            self.progress = Progress()
+            if self.start.continuation:
+                self.progress = self.start.continuation.restore(self.view.model, stepper.optimizer)
+            self.before = self._samples_before()
+            self._write_identity()
+            metrics = files.enter_context(closing(MetricsFile(self._metrics_path(), self.start.step)))
+            with stop_on_signals() as stop, open_screen(self.start.step, self.total_steps) as screen:
+                stepper.should_stop = stop
+                status = self._loop(stepper, metrics, screen, stop).run()
         with disk_guard(self.run_dir / "adapter"):
             self._write_adapter(self.run_dir / "adapter")
         return status
 
-    def _make_objective(self, folder: Path) -> None:
+    def _make_objective(self, reference_folder: Path) -> None:
         """Sets the objective, and gives the rows what it needs to know of them before training."""
         config, objective = self.config, self.config.trainer.objective
         layout = config.trainer.layout
@@ -142,17 +144,17 @@ class _Run:
             batches = fixed_batches(self.rows.train, config.data.batch_size)
             with memory_guard("scoring the reference", batches):
                 train, valid = (
-                    with_references(self.objective, self.view, rows, config, folder) if rows else []
+                    with_references(self.objective, self.view, rows, config, reference_folder) if rows else []
                     for rows in (self.rows.train, self.rows.valid)
                 )
             self.rows = Rows(train, valid)
             self.windows = replace(self.windows, rows=train)
 
-    def _stepper(self) -> Stepper:
+    def _stepper(self, files: ExitStack) -> Stepper:
         trainer = self.config.trainer
         stepper = Stepper(
             self.objective,
-            self._gradient(),
+            self._gradient(files),
             optimizer.build(self.config.optimizer),
             trainer.clip_norm,
             trainer.seed,
@@ -165,11 +167,12 @@ class _Run:
     def _gradient_kind(self) -> str:
         return "whole" if self.config.trainer.gradient == "auto" else self.config.trainer.gradient
 
-    def _gradient(self) -> Gradient:
+    def _gradient(self, files: ExitStack) -> Gradient:
         trainer, kind = self.config.trainer, self._gradient_kind
         log.info("gradient: %s; layout: %s", kind, self.objective.arranger.layout)
         if trainer.log_memory:
-            self.memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)
+            memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)
+            self.memory = files.enter_context(closing(memory))
         observer = self.memory if trainer.log_memory else None
         compiled = backend() != "cpu" and observer is None  # phases cannot be told apart in one program
         return Gradient(self.view, self.objective, kind, compiled, trainer.deterministic, observer)
@@ -182,7 +185,7 @@ class _Run:
         order = PackedOrder([row.num_tokens for row in rows], data.batch_tokens, shuffle=False, seed=0)
         return [[rows[place] for place in batch] for batch in order.epoch(0)]
 
-    def _loop(self, stepper: Stepper, screen, stop) -> Loop:
+    def _loop(self, stepper: Stepper, metrics: MetricsFile, screen, stop) -> Loop:
         best = BestAdapter(self.run_dir, self._write_adapter)
         best.restore(self.progress.best_step, self.start.from_run)
         check = None
@@ -198,7 +201,7 @@ class _Run:
             stepper,
             self.windows,
             self.total_steps,
-            MetricsFile(self._metrics_path(), self.start.step),
+            metrics,
             CheckpointStore(self.run_dir, self.config.trainer.keep),
             screen,
             stop,
@@ -235,8 +238,7 @@ class _Run:
         """Answers before training: a continued run keeps what its beginning answered."""
         if self.start.continuation is None:
             return self._sample()
-        path = (self.start.from_run or self.run_dir) / _SAMPLES
-        return json.loads(path.read_bytes()) if path.exists() else []
+        return read_samples((self.start.from_run or self.run_dir) / _SAMPLES)
 
     def summarise(self, status: str) -> RunResult:
         """Writes summary.json and says how the run ended."""
@@ -259,5 +261,6 @@ class _Run:
         write_whole(self.run_dir / "summary.json", as_json(summary))
         show_samples(self.before, after)
         words = status.replace("_", " ")
-        log.info("%s after %d steps. Run: %s  adapter: %s", words, progress.step, self.run_dir, adapter)
+        steps = "1 step" if progress.step == 1 else f"{progress.step} steps"
+        log.info("%s after %s. Run: %s  adapter: %s", words, steps, self.run_dir, adapter)
         return RunResult(self.run_dir, adapter, status, progress.step, progress.last_loss, progress.best_loss)

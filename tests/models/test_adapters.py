@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 def adapted(folder, cfg):
     """Returns the model with an adapter whose B is no longer zero."""
-    model = load_model(folder)[0]
+    model = load_model(folder)
     apply_adapter(model, cfg)
     values = [(name, 0.05 * mx.random.normal(array.shape, key=mx.random.key(number)))
               for number, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))]
@@ -65,7 +65,7 @@ def test_stock_mlx_lm_gives_the_same_logits_from_base_and_folder(folder, tmp_pat
     theirs, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
     expected = model(TOKENS)
     assert relative_difference(theirs(TOKENS), expected) < 1e-6
-    ours = load_model(folder)[0]
+    ours = load_model(folder)
     load_adapter(ours, tmp_path)
     assert mx.array_equal(ours(TOKENS), expected)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapters.safetensors"]
@@ -95,7 +95,7 @@ def test_an_adapter_that_stock_mlx_lm_wrote_is_read(folder, tmp_path):
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), trained)
     (tmp_path / "adapter_config.json").write_text(json.dumps(
         {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}))
-    ours = load_model(folder)[0]
+    ours = load_model(folder)
     load_adapter(ours, tmp_path)
     assert relative_difference(ours(TOKENS), theirs(TOKENS)) < 1e-6
     assert {layer.scale for layer in ours.modules() if isinstance(layer, LoRALinear)} == {3.0}
@@ -132,7 +132,7 @@ def test_a_write_that_fails_leaves_the_old_adapter_intact(folder, tmp_path):
 
 def test_a_peft_adapter_gives_pefts_logits():
     reference = np.load(PARITY / "lora_llama_untied.npz")
-    model = load_model(LLAMA)[0]
+    model = load_model(LLAMA)
     tokens, real = mx.array(reference["sft.input_ids"]), reference["sft.attention_mask"] == 1
 
     def worst(name):
@@ -146,7 +146,7 @@ def test_a_peft_adapter_gives_pefts_logits():
 
 
 def test_a_peft_adapter_saved_again_gives_stock_mlx_lm_the_same_logits(tmp_path):
-    model = load_model(LLAMA)[0]
+    model = load_model(LLAMA)
     cfg = AdapterConfig(init_from=str(LLAMA / "adapter"))
     report = apply_adapter(model, cfg)
     assert (report.rank, report.alpha) == (4, 8.0)
@@ -182,7 +182,7 @@ def test_rank_and_alpha_patterns_and_rslora_give_each_layer_its_own_scale(peft):
 
 def test_uneven_ranks_and_scales_are_trained_as_they_are_saved(peft, tmp_path):
     edit_config(peft, alpha_pattern={"q_proj": 2})
-    plain, even = load_model(LLAMA)[0], load_model(LLAMA)[0]
+    plain, even = load_model(LLAMA), load_model(LLAMA)
     load_adapter(plain, peft)
     cfg = AdapterConfig(init_from=str(peft))
     report = apply_adapter(even, cfg)
@@ -217,7 +217,7 @@ def mlxlm(folder, tmp_path):
 
 def refused(model_folder, adapter_folder):
     with pytest.raises(InputError) as error:
-        load_adapter(load_model(model_folder)[0], adapter_folder)
+        load_adapter(load_model(model_folder), adapter_folder)
     return str(error.value)
 
 
@@ -269,10 +269,10 @@ def test_peft_names_of_a_wrapped_text_model_find_their_blocks(peft, tmp_path):
         for name in list(tensors):
             tensors[name.replace("model.layers", "model.language_model.layers", 1)] = tensors.pop(name)
 
-    plain = load_model(LLAMA)[0]
+    plain = load_model(LLAMA)
     load_adapter(plain, peft)
     edit_weights(peft, "adapter_model.safetensors", rename)
-    renamed = load_model(LLAMA)[0]
+    renamed = load_model(LLAMA)
     load_adapter(renamed, peft)
     assert mx.array_equal(renamed(TOKENS), plain(TOKENS))
 

@@ -63,7 +63,7 @@ def test_the_package_offers_load_and_stays_cheap_to_import():
 
 
 def dtypes(folder, dtype):
-    return {array.dtype for _, array in tree_flatten(load_model(folder, dtype)[0].parameters())}
+    return {array.dtype for _, array in tree_flatten(load_model(folder, dtype).parameters())}
 
 
 def test_dtype_auto_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere(folder):
@@ -86,24 +86,24 @@ def test_a_quantised_base_is_dense_on_a_cpu_with_the_same_logits(tmp_path):
 
 
 def test_a_checkpoint_in_shards_is_loaded_whole(folder):
-    expected = load_model(folder)[0](TOKENS)
+    expected = load_model(folder)(TOKENS)
     weights = sorted(mx.load(str(folder / "model.safetensors")).items())
     for number, part in enumerate((weights[:9], weights[9:]), 1):
         mx.save_safetensors(str(folder / f"model-0000{number}-of-00002.safetensors"), dict(part))
     (folder / "model.safetensors").unlink()
-    assert mx.array_equal(load_model(folder)[0](TOKENS), expected)
+    assert mx.array_equal(load_model(folder)(TOKENS), expected)
 
 
 def test_the_text_part_of_a_picture_model_is_loaded_and_the_rest_left_out(tmp_path, caplog):
     folder = make_model(tmp_path, "gemma3_text")
-    expected = load_model(folder)[0](TOKENS)
+    expected = load_model(folder)(TOKENS)
     text = model_config("gemma3_text")
     edit_weights(folder, lambda w: w.update(
         {f"language_model.{name}": w.pop(name) for name in list(w)}
         | {name: mx.zeros((2, 2)) for name in ("vision_tower.weight", "multi_modal_projector.weight")}))
     edit_config(folder, model_type="gemma3", text_config=text)
     with caplog.at_level("INFO", "mlxft"):
-        model, _ = load_model(folder)
+        model = load_model(folder)
     assert mx.array_equal(model(TOKENS), expected)
     assert "2 tensors left out, not part of the text model: multi_modal_projector.weight" in caplog.text
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def model(folder):
-    return load_model(folder)[0]
+    return load_model(folder)
 
 
 def start_somewhere(model):
@@ -35,7 +35,7 @@ def start_somewhere(model):
 @pytest.fixture
 def saved(folder, tmp_path):
     """An adapter of rank 4 and alpha 6 on q_proj and v_proj of the last three blocks."""
-    model = load_model(folder)[0]
+    model = load_model(folder)
     cfg = AdapterConfig(rank=4, alpha=6.0, targets=["q_proj", "v_proj"], layers="last 3")
     apply_adapter(model, cfg)
     start_somewhere(model)
@@ -56,7 +56,7 @@ def test_only_the_updates_are_trainable_and_the_numbers_are_right(model):
 
 
 def test_a_fresh_adapter_changes_nothing(folder, model):
-    expected = load_model(folder)[0](TOKENS)
+    expected = load_model(folder)(TOKENS)
     apply_adapter(model, AdapterConfig())
     assert mx.array_equal(model(TOKENS), expected)
 
@@ -70,7 +70,7 @@ def test_by_default_the_rank_is_8_and_the_scale_2(model):
 def test_a_layers_start_does_not_depend_on_the_other_targets_or_the_global_generator(folder):
     starts = []
     for targets, number in ((["q_proj"], 1), (None, 2)):
-        model = load_model(folder)[0]
+        model = load_model(folder)
         mx.random.seed(number)
         apply_adapter(model, AdapterConfig(targets=targets), seed=3)
         starts.append(model.layers[1].self_attn.q_proj.lora_a)
@@ -91,7 +91,7 @@ def test_full_training_of_a_quantised_model_is_refused(model):
 
 
 def test_the_packed_weights_of_a_quantised_model_are_counted_as_what_they_stand_for(folder, model):
-    dense = apply_adapter(load_model(folder)[0], AdapterConfig())
+    dense = apply_adapter(load_model(folder), AdapterConfig())
     nn.quantize(model, group_size=32, bits=4)
     assert apply_adapter(model, AdapterConfig()) == dense
 
@@ -141,7 +141,7 @@ def test_settings_that_contradict_init_from_are_refused_naming_both(saved, model
 
 
 def test_full_weights_are_taken_over_by_full_training_and_by_nothing_else(folder, tmp_path, model):
-    trained = load_model(folder)[0]
+    trained = load_model(folder)
     apply_adapter(trained, AdapterConfig(kind="full"))
     trained.model.norm.weight = trained.model.norm.weight * 1.5
     save_adapter(tmp_path / "full", trained, AdapterConfig(kind="full"), str(folder))
