@@ -35,6 +35,7 @@ class DecoderView:
     """
 
     in_parts = True  # False for families that only run as a whole: no checkpointing, no segments
+    layers_are_alike = True  # False where `run` treats layers of one kind by their number
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -150,10 +151,15 @@ class DecoderView:
         cap = getattr(self.text, "final_logit_softcapping", None)
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
+    @property
+    def embedding_trains(self) -> bool:
+        """True if anything below the first layer is trained."""
+        trained = self.decoder.trainable_parameters()
+        return any(_has_arrays(value) for name, value in trained.items() if name not in ("layers", "norm"))
+
     def lowest_trainable(self) -> int:
         """Returns the first layer that a backward has to reach: num_layers if only the head trains."""
-        trained = self.decoder.trainable_parameters()
-        if any(_has_arrays(value) for name, value in trained.items() if name not in ("layers", "norm")):
+        if self.embedding_trains:
             return 0
         for index, layer in enumerate(self.layers):
             if _has_arrays(layer.trainable_parameters()):

@@ -22,15 +22,15 @@ _active: ContextVar[Optional[tuple[mx.array, Optional[mx.array]]]] = ContextVar(
 
 
 @contextmanager
-def dropout_keys(key: Optional[mx.array], block: Optional[mx.array] = None) -> Iterator[None]:
+def dropout_keys(key: Optional[mx.array], shift: Optional[mx.array] = None) -> Iterator[None]:
     """Turns adapter dropout on within the block of code, its masks drawn from `key`; None turns it off.
 
     The same key gives the same masks, whatever the global generator does. Enter it around the whole of
     `mx.value_and_grad` or `mx.vjp` (a checkpoint runs its function again while they work), and inside
-    `mx.compile` with the key as an input. `block`: () replaces the number of the decoder block, as an
-    input of a compiled function that serves blocks alike.
+    `mx.compile` with the key as an input. shift: () uint32, how many decoder blocks further up the masks
+    are those of; an input of a compiled function that serves all blocks of one kind.
     """
-    token = _active.set(None if key is None else (key, block))
+    token = _active.set(None if key is None else (key, shift))
     try:
         yield
     finally:
@@ -88,8 +88,8 @@ class LoRALinear(nn.Module):
         active = _active.get()
         if active is None or self.dropout == 0:
             return None
-        key, block = active
-        place = mask_key(key, self.block if block is None else block, self.slot)
+        key, shift = active
+        place = mask_key(key, self.block if shift is None else self.block + shift, self.slot)
         return _flat(mx.random.bernoulli(1 - self.dropout, x.shape, key=place))
 
     def _extra_repr(self) -> str:

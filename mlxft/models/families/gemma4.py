@@ -18,6 +18,8 @@ from mlxft.models.decoder import DecoderView, State
 class Gemma4View(DecoderView):
     """The decoder view of `gemma4` and `gemma4_text`."""
 
+    layers_are_alike = False
+
     @property
     def _has_inputs(self) -> bool:
         return bool(self.decoder.hidden_size_per_layer_input)

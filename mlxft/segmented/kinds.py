@@ -1,0 +1,65 @@
+"""Which layers are alike: one compiled program serves them all, with their arrays as inputs.
+
+Layers are of one kind if nothing but their arrays differs: classes, shapes, types, and all Python state
+that tracing would read (scales, windows, flags). Arrays that are no parameters, such as a rotary
+embedding's frequencies, stay constants of the program and have to be equal too.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxft.models.lora_linear import LoRALinear
+
+_PLACE = {"block"}  # of a LoRALinear: which decoder block it is in, an input of the program
+
+
+def kind_of(layer: nn.Module) -> Hashable:
+    """Returns what two layers have equal if, and only if, one program serves both."""
+    return tuple((path, _state(module)) for path, module in _modules(layer))
+
+
+def parameters_of(layer: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Returns the layer's parameters: name in the layer, module, name there; alike for all of a kind."""
+    return [
+        (f"{path}.{name}" if path else name, module, name)
+        for path, module in _modules(layer)
+        for name in sorted(module)
+        if isinstance(module[name], mx.array) and not name.startswith("_")
+    ]
+
+
+def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return iter(sorted(layer.named_modules(), key=lambda item: item[0]))
+
+
+def _state(module: nn.Module) -> Hashable:
+    own = {name: value for name, value in module.items() if not isinstance(value, nn.Module)}
+    own |= vars(module)
+    left_out = _PLACE if isinstance(module, LoRALinear) else set()
+    values = [(name, _value(name, own[name])) for name in sorted(own) if name not in left_out]
+    return type(module), tuple(values)
+
+
+def _value(name: str, value: Any) -> Hashable:
+    if isinstance(value, mx.array):
+        described = tuple(value.shape), str(value.dtype)
+        return (*described, _bytes(value)) if name.startswith("_") else described
+    if isinstance(value, (list, tuple)):
+        return tuple(_value(name, each) for each in value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    if isinstance(value, dict):
+        return tuple((key, _value(name, value[key])) for key in sorted(value, key=str))
+    if isinstance(value, (int, float, str, bytes, type(None), mx.Dtype)):
+        return str(type(value)), str(value)
+    return type(value), id(value)  # the same object reads the same
+
+
+def _bytes(array: mx.array) -> bytes:
+    if array.dtype == mx.bfloat16:
+        array = array.astype(mx.float32)
+    return np.array(array).tobytes()

@@ -1,0 +1,153 @@
+"""Segmented backward: layers run forward keeping only what enters each segment, then walked back.
+
+    forward      state -> [segment 1] -> state -> [segment 2] -> ... -> head
+    backward     each segment is run again, last first, and takes the gradient of what left it
+
+What is alive at once is what enters each segment, and one segment's activations. Gradients are those of
+the whole backward. Layers below the first trained array are run forward once and not walked.
+"""
+
+from collections import deque
+from typing import Any, Optional
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+
+from mlxft.layouts.cache import TrainingCache
+from mlxft.layouts.pieces import Layout
+from mlxft.models.decoder import DecoderView, State
+from mlxft.segmented.gradients import Objective, Observer, Result, trained_head
+from mlxft.segmented.programs import Segment, SegmentRunner
+
+Arrays = dict[str, mx.array]
+
+
+class SegmentedGradient:
+    """Loss and gradients of a model's trainable arrays, segment by segment.
+
+    segment_layers: layers of a segment. in_flight: segments that may be submitted before the first of
+    them is waited for; each keeps its activations alive, waiting costs a GPU speed. compiled: one
+    program for all segments alike. Other arguments as in `Gradient`.
+    """
+
+    def __init__(
+        self,
+        view: DecoderView,
+        objective: Objective,
+        segment_layers: int = 1,
+        in_flight: int = 1,
+        compiled: bool = False,
+        repeatable: bool = False,
+        observe: Optional[Observer] = None,
+    ):
+        self.view = view
+        self.objective = objective
+        self.segment_layers = segment_layers
+        self.in_flight = in_flight
+        self.compiled = compiled
+        self.repeatable = repeatable
+        self.observe = observe
+        self._runner = SegmentRunner(compiled)
+        self._below, self._walked = _segments(view, segment_layers)
+
+    def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
+        cache = TrainingCache(layout, repeatable=self.repeatable)
+        self.view.model.update(params)
+        try:
+            with self.view.active():
+                return self._walk(params, inputs, cache)
+        finally:  # tracing leaves its placeholders on the modules
+            self.view.model.update(params)
+
+    def _walk(self, params: Any, inputs: dict[str, mx.array], cache: TrainingCache) -> Result:
+        key, tokens = inputs.get("dropout_key"), inputs["tokens"]
+        entering, state = self._forward(tokens, cache, key)
+        loss, metrics, d_state, gradients = self._head(self._outside(params), state, inputs)
+        del state
+        waiting = _Waiting(self.in_flight)
+        for segment in reversed(self._walked):
+            d_state, own = self._runner.backward(segment, entering.pop(), d_state, cache, key)
+            gradients |= own
+            waiting.submit([own, d_state if entering or self.view.embedding_trains else []])
+        if self.view.embedding_trains:
+            gradients = _added(gradients, self._embedding(self._outside(params), tokens, d_state))
+        self._tell("backward", gradients)
+        return loss, metrics, tree_map_with_path(lambda path, _: gradients[path], params)
+
+    def _outside(self, params: Any) -> Arrays:
+        """Returns the trainable arrays that are in no layer."""
+        inside = {name for segment in self._walked for name in segment.trained}
+        return {name: array for name, array in tree_flatten(params) if name not in inside}
+
+    def _forward(self, tokens: mx.array, cache: TrainingCache, key) -> tuple[list[State], State]:
+        """Returns the states that enter the walked segments, and the last one."""
+        waiting, entering = _Waiting(self.in_flight), []
+        state = self.view.embed(tokens)
+        for segment in self._below:
+            state = self._runner.forward(segment, state, cache, key)
+            waiting.submit(state)
+        for segment in self._walked:
+            entering.append(state)
+            state = self._runner.forward(segment, state, cache, key)
+            waiting.submit(state)
+        self._tell("forward", state)
+        return entering, state
+
+    def _head(self, outside: Arrays, state: State, inputs) -> tuple[mx.array, dict, State, Arrays]:
+        """Returns loss, metrics, the gradient of the last state, and those of the arrays outside."""
+
+        def head(outside, state):
+            self.view.model.update(tree_unflatten(list(outside.items())))
+            return self.objective.loss(trained_head(self.view), self.view.finish(state), inputs)
+
+        (loss, metrics), (d_outside, d_state) = mx.value_and_grad(head, argnums=(0, 1))(outside, state)
+        mx.eval(loss, metrics, d_outside, d_state)
+        self._tell("head", loss)
+        return loss, metrics, d_state, d_outside
+
+    def _embedding(self, outside: Arrays, tokens: mx.array, d_state: State) -> Arrays:
+        """Returns what the arrays outside of the layers get from below the first layer."""
+        names = list(outside)
+
+        def embed(*arrays):
+            self.view.model.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+            return self.view.embed(tokens)
+
+        _, gradients = mx.vjp(embed, list(outside.values()), list(d_state))
+        return dict(zip(names, gradients, strict=True))
+
+    def _tell(self, phase: str, arrays: Any) -> None:
+        if self.observe:
+            self.observe(phase, arrays)
+
+
+def _segments(view: DecoderView, size: int) -> tuple[list[Segment], list[Segment]]:
+    """Returns the layers below the first trained one, and the segments to walk; the last are full."""
+    names = {id(module): path for path, module in view.model.named_modules()}
+    paths = [names[id(layer)] for layer in view.layers]
+    lowest, count = view.lowest_trainable(), view.num_layers
+    below = [Segment(view, index, index + 1, paths) for index in range(lowest)]
+    starts = range(count, lowest, -size)
+    walked = [Segment(view, max(stop - size, lowest), stop, paths) for stop in starts]
+    return below, walked[::-1]
+
+
+class _Waiting:
+    """Submits arrays for evaluation, and waits for those of `in_flight` submissions ago."""
+
+    def __init__(self, in_flight: int):
+        self.in_flight = in_flight
+        self.submitted: deque[Any] = deque()
+
+    def submit(self, arrays: Any) -> None:
+        if self.in_flight == 1:
+            mx.eval(arrays)
+            return
+        mx.async_eval(arrays)
+        self.submitted.append(arrays)
+        if len(self.submitted) >= self.in_flight:
+            mx.eval(self.submitted.popleft())
+
+
+def _added(some: Arrays, more: Arrays) -> Arrays:
+    return some | {name: some[name] + array for name, array in more.items()}

@@ -1,0 +1,161 @@
+"""The segmented backward beside the whole one: gradients, programs shared by layers, what is left behind."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxft.config.schema import AdapterConfig
+from mlxft.layouts.arrange import Arranger
+from mlxft.models.decoder import view
+from mlxft.models.load import load
+from mlxft.models.lora import apply_adapter
+from mlxft.segmented.gradients import Gradient
+from mlxft.segmented.kinds import kind_of
+from mlxft.segmented.segments import SegmentedGradient
+from mlxft.training.objectives.common import HeadPlan
+from mlxft.training.objectives.sft import Sft
+from tests.invariance.test_batching import CLOSE, SLACK, difference, fill_adapters, rows
+from tests.tiny_models import FAMILIES, make_model
+
+EXACT = {"llama", "llama_untied", "qwen2", "qwen3", "gemma3", "gemma4", "smollm3"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = make_model(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+def trained_view(folder, **settings):
+    model, _ = load(str(folder), dtype="float32")
+    made = view(model)
+    apply_adapter(model, AdapterConfig(**({"rank": 4, "dropout": 0.3} | settings)), seed=1)
+    if settings.get("kind") != "full":
+        fill_adapters(model)
+    return made
+
+
+def results(made, gradient, layout="padded", lengths=(9, 23, 14, 3), key=4):
+    """Loss and gradients of one batch."""
+    objective = gradient.objective
+    batch = rows(lengths)
+    prepared = Sft(HeadPlan("full"), Arranger(layout)).prepare(batch, objective.counts(batch))
+    inputs = dict(prepared.inputs)
+    if key is not None:
+        inputs["dropout_key"] = mx.random.key(key)
+    loss, _, gradients = gradient(made.model.trainable_parameters(), inputs, prepared.layout)
+    return loss.item(), {name: np.array(array) for name, array in tree_flatten(gradients)}
+
+
+def both(made, layout="padded", **settings):
+    objective = Sft(HeadPlan("full"), Arranger(layout))
+    whole = results(made, Gradient(made, objective), layout)
+    return whole, results(made, SegmentedGradient(made, objective, **settings), layout)
+
+
+def in_parts(family, folders, **settings):
+    made = trained_view(folders(family), **settings)
+    if not made.in_parts:
+        pytest.skip("runs only as a whole")
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 99])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_the_whole_backwards_in_segments_of_any_size(family, size, folders):
+    whole, segmented = both(in_parts(family, folders), segment_layers=size)
+    assert difference(whole, segmented) < CLOSE * SLACK
+
+
+def test_the_same_arithmetic_gives_the_same_bits(folders):
+    whole, segmented = both(trained_view(folders("llama")))
+    assert whole[0] == segmented[0]
+    for name, array in whole[1].items():
+        assert np.array_equal(array, segmented[1][name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
+def test_full_training_reaches_norms_embeddings_and_tied_heads(family, folders):
+    made = trained_view(folders(family), kind="full", rank=None, dropout=0.0)
+    whole, segmented = both(made)
+    assert any("embed_tokens" in name for name in whole[1]) and any("norm" in name for name in whole[1])
+    assert difference(whole, segmented) < CLOSE * SLACK
+
+
+def test_layers_below_the_lowest_trained_one_are_not_walked(folders, monkeypatch):
+    made = trained_view(folders("llama"), layers="last 2")
+    walked = []
+    gradient = SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()))
+    backward = gradient._runner.backward
+    monkeypatch.setattr(
+        gradient._runner, "backward", lambda segment, *rest: walked.append(segment.start) or backward(segment, *rest)
+    )
+    segmented = results(made, gradient)
+    assert walked == [3, 2]
+    assert difference(results(made, Gradient(made, gradient.objective)), segmented) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4"])
+def test_compiled_programs_give_what_traced_ones_do(family, folders):
+    made = trained_view(folders(family))
+    traced, compiled = (
+        results(made, SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=c)) for c in (False, True)
+    )
+    assert difference(traced, compiled) < CLOSE * SLACK
+
+
+def test_alike_layers_share_a_program_and_two_layouts_of_one_length_do_not(folders):
+    made = trained_view(folders("qwen3"))
+    gradient = SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=True)
+    whole = Gradient(made, gradient.objective)
+    for lengths in ((12, 12), (9, 15)):  # 22 positions each, packed: pieces of 11 and 11, of 8 and 14
+        expected = results(made, whole, "packed", lengths)
+        assert difference(expected, results(made, gradient, "packed", lengths)) < CLOSE * SLACK
+    assert len(gradient._runner._kept) == 4  # a forward and a backward for each layout, for all layers
+
+
+def test_a_program_sees_new_weights_and_keys(folders):
+    made = trained_view(folders("qwen3"))
+    gradient = SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=True)
+    whole = Gradient(made, gradient.objective)
+    seen = set()
+    for key in range(3):
+        fill = {name: array + 0.01 * key for name, array in tree_flatten(made.model.trainable_parameters())}
+        made.model.load_weights(list(fill.items()), strict=False)
+        expected, found = results(made, whole, key=key), results(made, gradient, key=key)
+        assert difference(expected, found) < CLOSE * SLACK
+        seen.add(found[0])
+    assert len(seen) == 3
+
+
+def test_layers_are_alike_only_if_all_that_tracing_reads_is_equal(folders):
+    made = trained_view(folders("gemma3"))
+    kinds = [kind_of(layer) for layer in made.layers]
+    windows = made.windows()
+    assert all((kinds[i] == kinds[j]) <= (windows[i] == windows[j]) for i in range(4) for j in range(4))
+    plain = trained_view(folders("llama"))
+    assert kind_of(plain.layers[0]) == kind_of(plain.layers[1])
+    plain.layers[1].mlp.up_proj.scale = 7.0
+    assert kind_of(plain.layers[0]) != kind_of(plain.layers[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_afterwards_the_model_has_its_own_arrays(compiled, folders):
+    made = trained_view(folders("llama"))
+    before = {name: id(array) for name, array in tree_flatten(made.model.parameters())}
+    results(made, SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=compiled))
+    assert {name: id(array) for name, array in tree_flatten(made.model.parameters())} == before
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_how_many_segments_are_in_flight_changes_nothing(in_flight, folders):
+    made = trained_view(folders("llama"))
+    whole, segmented = both(made, in_flight=in_flight)
+    assert difference(whole, segmented) == 0
