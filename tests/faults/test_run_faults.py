@@ -99,6 +99,33 @@ def test_a_run_folder_that_cannot_be_made_is_said(run_dir, words, model, rows, h
     assert (here / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize("run_dir", ["link", "link/run"])
+def test_a_run_folder_that_is_a_link_to_nowhere_is_said(run_dir, model, rows, here, refused):
+    (here / "link").symlink_to("gone")
+    said = refused(*settings(model, rows, f"run.dir={run_dir}"))
+    assert f"run.dir={run_dir} cannot be written: link is a link to gone, which is not there" in said
+    assert (here / "link").is_symlink() and not (here / "gone").exists()
+
+
+@pytest.mark.parametrize(
+    "reference, words",
+    [
+        ("gone", "loss.reference: there is no folder"),
+        ("./gone", "loss.reference: there is no ./gone"),
+        ("empty", "loss.reference: empty has no config.json and no model*.safetensors"),
+    ],
+)
+def test_a_reference_that_is_not_there_is_said_before_anything_is_read(
+    reference, words, model, here, refused
+):
+    (here / "empty").mkdir()
+    pair = {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}
+    data = write_rows(here / "pairs.jsonl", [pair] * 2)
+    said = refused(*settings(model, data, "trainer=dpo", f"loss.reference={reference}"))
+    assert words in said
+    assert "in memory" not in said and "training rows" not in said
+
+
 def test_a_folder_of_logs_instead_of_a_log_is_said(model, rows, here, refused):
     (here / "run" / "train.log").mkdir(parents=True)
     assert "train.log cannot be written" in refused(*settings(model, rows, "run.dir=run"))
@@ -235,6 +262,18 @@ def test_a_missing_metrics_file_starts_anew_with_a_warning(run, here, capsys):
     assert "metrics.jsonl is missing: it starts anew with step 4" in capsys.readouterr().err
     assert metrics(here / "run") == before[3:]
     assert np.isfinite(column(here / "run", "loss")).all()
+
+
+@pytest.mark.parametrize(
+    "content", [b"[{", b"\xff", b"5", b"null", b'["a"]', b'[{"question": "a"}]', b'{"a": 1}']
+)
+def test_damaged_answers_from_before_training_are_passed_over_with_a_warning(content, run, here, capsys):
+    before = metrics(here / "run")
+    (here / "run" / "samples_before.json").write_bytes(content)
+    assert cli.main(["train", *run, "trainer.resume=auto"]) == 0
+    assert "samples_before.json cannot be read" in capsys.readouterr().err
+    assert metrics(here / "run") == before
+    assert json.loads((here / "run" / "summary.json").read_text())["samples"] == {"before": [], "after": []}
 
 
 def test_a_run_that_failed_before_it_began_leaves_its_folder_free_for_the_next(model, rows, here, refused):

@@ -1,6 +1,8 @@
 """What a run leaves in its folder, and what each of its settings does, on tiny models."""
 
 import json
+import os
+from contextlib import suppress
 
 import mlx.core as mx
 import mlx_lm
@@ -12,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 import mlxft
 from mlxft.config import from_dict
 from mlxft.config.choices import OPTIMIZERS
+from mlxft.errors import GuardStop
 from mlxft.training.checkpoint import CheckpointStore
 from tests.runs import arrays, column, metrics, same, train, write_rows
 from tests.tiny_models import make_model
@@ -365,3 +368,23 @@ def test_a_quantised_base_trains_and_resumes(data, tmp_path):
     assert metrics(tmp_path / "resumed") == metrics(straight)
     loaded, _ = mlx_lm.load(str(model), adapter_path=str(straight / "adapter"))
     assert mx.isfinite(loaded(mx.array([[5, 6, 7]]))).all()
+
+
+@pytest.mark.parametrize("steps, words", [(1, "completed after 1 step."), (2, "completed after 2 steps.")])
+def test_the_last_line_counts_the_steps(steps, words, model, data, tmp_path):
+    train(model, data, tmp_path / "run", "adapter.rank=2", f"trainer.max_steps={steps}")
+    assert words in (tmp_path / "run" / "train.log").read_text().splitlines()[-1]
+
+
+def test_a_run_leaves_none_of_its_files_open(model, data, tmp_path):
+    more = ["adapter.rank=2", "trainer.max_steps=1", "trainer.log_memory=true"]
+    train(model, data, tmp_path / "run", *more)
+    with pytest.raises(GuardStop):  # nor does one that is stopped
+        train(model, data, tmp_path / "stopped", *more, "optimizer.lr=3e38")
+    identities = {(path.stat().st_dev, path.stat().st_ino): path for path in tmp_path.rglob("*")}
+    held = []
+    for descriptor in range(256):
+        with suppress(OSError):  # most are not open
+            found = os.fstat(descriptor)
+            held.append(identities.get((found.st_dev, found.st_ino)))
+    assert set(held) == {None}
