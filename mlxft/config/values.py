@@ -81,6 +81,8 @@ def _whole(value: Any) -> int:
         number = math.nan
     if not number.is_integer():
         raise ValueError(f"{_shown(value)} is not a whole number")
+    if abs(number) >= 2**63:  # arrays' sizes and places have 64 bits
+        raise ValueError(f"{_shown(value)} is beyond 2^63, the largest whole number here")
     return int(value) if isinstance(value, Integral) else int(number)
 
 

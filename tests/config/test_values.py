@@ -75,6 +75,7 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
         ("trainer.max_steps", 1.5, "not a whole number"),
         ("trainer.max_steps", "many", "not a whole number"),
         ("trainer.epochs", 0, "more than 0"),
+        ("trainer.max_steps", 1e300, "1e+300 is beyond 2^63"),
         ("trainer.epochs", 1e300, "1e+300 is out of range; it must be more than 0 and at most 100000"),
         ("trainer.epochs", "inf", "'inf' is not a finite number; it must be more than 0 and at most 100000"),
         ("trainer.epochs", float("nan"), "nan is not a finite number; it must be more than 0 and at most 1"),
