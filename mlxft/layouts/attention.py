@@ -8,6 +8,7 @@ from typing import Optional
 import mlx.core as mx
 
 from mlxft.backend import backend, shape_multiple
+from mlxft.layouts.blocks import causal_in_blocks
 from mlxft.layouts.fold import folding
 from mlxft.layouts.pieces import Layout
 
@@ -15,6 +16,10 @@ from mlxft.layouts.pieces import Layout
 # H200: 8,191 queries 30.6 ms and 6.8 GB, padded to 8,192 3.7 ms and 0.34 GB).
 FAST_MULTIPLE = 128
 FAST_HEAD_WIDTH = 128
+
+# Of one block of queries. Small enough to stay near a CPU's caches, large enough to fill a GPU.
+_SCORES_BYTES = {"cpu": 2**23, "metal": 2**28, "cuda": 2**30}
+_FEWEST_ROWS = 32
 
 # Pieces this long on average fill a device one by one; shorter ones are put into calls together.
 _LONG_PIECE = 512
@@ -76,9 +81,10 @@ def _attend_one(q, k, v, window: Optional[int], how) -> mx.array:
 
 def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
     """One causal call, aligned to the lower right."""
-    if repeatable and backend() == "cuda":
-        return _composed_causal(q, k, v, scale, sinks)
-    extra = _fast_padding(q)
+    composed = repeatable and backend() == "cuda"
+    if composed or not _has_linear_backward(q):
+        return _causal_within_bytes(q, k, v, scale, sinks, composed)
+    extra = -q.shape[2] % FAST_MULTIPLE
     if not extra:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal", sinks=sinks)
     # The same number of queries and keys at the end keeps the alignment, and no real query sees them.
@@ -89,11 +95,30 @@ def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
     return out[:, :, : q.shape[2]]
 
 
-def _fast_padding(q: mx.array) -> int:
-    """How many queries to add so that the backend's linear backward applies; 0 where it never does."""
-    if backend() != "cuda" or q.dtype == mx.float32 or q.shape[-1] > FAST_HEAD_WIDTH:
-        return 0
-    return -q.shape[2] % FAST_MULTIPLE
+def _has_linear_backward(q: mx.array) -> bool:
+    """True where the backend's own backward is linear in memory, given a multiple of queries."""
+    return backend() == "cuda" and q.dtype != mx.float32 and q.shape[-1] <= FAST_HEAD_WIDTH
+
+
+def _causal_within_bytes(q, k, v, scale, sinks, composed: bool) -> mx.array:
+    """Causal in blocks of queries whose scores, in float32, take no more than the backend's share."""
+
+    def call(q, k, v, *sinks):
+        given = sinks[0] if sinks else None
+        if composed:
+            return _composed(q, k, v, _causal_mask(q.shape[2], k.shape[2]), scale, given)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal", sinks=given)
+
+    row_bytes = 4 * q.shape[0] * q.shape[1] * k.shape[2]
+    num_rows = max(_SCORES_BYTES[backend()] // row_bytes, _FEWEST_ROWS)
+    if num_rows >= q.shape[2]:
+        return call(q, k, v, *(() if sinks is None else (sinks,)))
+    return causal_in_blocks(call, q, k, v, sinks, num_rows)
+
+
+def _causal_mask(num_queries: int, num_keys: int) -> mx.array:
+    row = mx.arange(num_queries)[:, None] + (num_keys - num_queries)
+    return mx.arange(num_keys)[None] <= row
 
 
 def _windowed(q, k, v, window: int, how) -> mx.array:
@@ -154,26 +179,8 @@ def _masked(q, k, v, mask: mx.array, how) -> mx.array:
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=how["scale"], mask=mask, sinks=how["sinks"])
 
 
-def _composed_causal(q, k, v, scale, sinks, block: int = 512) -> mx.array:
-    """Causal attention from products and a softmax, in blocks of queries recomputed in the backward."""
-    before = k.shape[2] - q.shape[2]
-    outputs = []
-    for start in range(0, q.shape[2], block):
-        stop = min(start + block, q.shape[2])
-        row = mx.arange(start, stop)[:, None] + before
-        mask = mx.arange(before + stop)[None] <= row
-        # A recompute has gradients only for its arguments: sinks are one of them where there are any.
-        given = () if sinks is None else (sinks,)
-
-        def part(q, k, v, *sinks, mask=mask):
-            return _composed(q, k, v, mask, scale, *(sinks or (None,)))
-
-        keys = slice(0, before + stop)
-        outputs.append(mx.checkpoint(part)(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], *given))
-    return mx.concatenate(outputs, axis=2)
-
-
 def _composed(q, k, v, mask, scale, sinks) -> mx.array:
+    """Attention from products and a softmax, whose backward gives the same bits every time."""
     batch, heads, num_queries, width = q.shape
     groups = k.shape[1]
     q = (q * scale).reshape(batch, groups, heads // groups, num_queries, width)

@@ -74,7 +74,9 @@ def test_chunks_do_not_change_the_gradient_of_a_trained_quantised_head():
 
     whole = mx.grad(loss, argnums=(0, 1))(params, hidden, None)
     parts = mx.grad(loss, argnums=(0, 1))(params, hidden, 4)
-    for one, other in zip((whole[0]["a"], whole[0]["b"], whole[1]), (parts[0]["a"], parts[0]["b"], parts[1]), strict=True):
+    for one, other in zip(
+        (whole[0]["a"], whole[0]["b"], whole[1]), (parts[0]["a"], parts[0]["b"], parts[1]), strict=True
+    ):
         assert mx.abs(one).max().item() > 0
         assert relative(other, np.array(one)) < 1e-5  # chunks add up in another order
 

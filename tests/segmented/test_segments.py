@@ -95,7 +95,9 @@ def test_layers_below_the_lowest_trained_one_are_not_walked(folders, monkeypatch
     gradient = SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()))
     backward = gradient._runner.backward
     monkeypatch.setattr(
-        gradient._runner, "backward", lambda segment, *rest: walked.append(segment.start) or backward(segment, *rest)
+        gradient._runner,
+        "backward",
+        lambda segment, *rest: walked.append(segment.start) or backward(segment, *rest),
     )
     segmented = results(made, gradient)
     assert walked == [3, 2]
@@ -106,7 +108,8 @@ def test_layers_below_the_lowest_trained_one_are_not_walked(folders, monkeypatch
 def test_compiled_programs_give_what_traced_ones_do(family, folders):
     made = trained_view(folders(family))
     traced, compiled = (
-        results(made, SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=c)) for c in (False, True)
+        results(made, SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=c))
+        for c in (False, True)
     )
     assert difference(traced, compiled) < CLOSE * SLACK
 
