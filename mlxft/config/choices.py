@@ -2,7 +2,7 @@
 
 OBJECTIVES = ("sft", "dpo", "orpo", "cpo", "simpo", "kto")
 LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
-GRADIENTS = ("auto", "whole", "checkpoint")
+GRADIENTS = ("auto", "whole", "checkpoint", "segmented")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "messages", "completion", "text", "preference", "unpaired", "tokens")
 SPLITS = ("train", "valid")

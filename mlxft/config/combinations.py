@@ -20,6 +20,7 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     yield from _steps(settings)
     yield from _rows(settings, given)
     yield from _objective(settings, given)
+    yield from _segments(settings, given)
     yield from _loss(settings, given)
     yield from _validation(settings)
     yield from _adapter(settings, given)
@@ -66,6 +67,13 @@ def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
             yield "data.batch_size", "data.batch_tokens says what a micro-batch holds; leave one of them out"
     if own and settings["data.train_on"] == "all":
         yield "data.train_on", f"{objective} trains on the answers; leave it out, or say last_assistant"
+
+
+def _segments(settings: Mapping[str, Any], given: set[str]) -> Found:
+    if settings["trainer.gradient"] == "segmented":
+        return
+    for name in sorted({"trainer.segment_layers", "trainer.in_flight"} & given):
+        yield name, "it is of the segmented backward: give trainer=segmented too, or leave it out"
 
 
 def _loss(settings: Mapping[str, Any], given: set[str]) -> Found:

@@ -35,7 +35,9 @@ class DataConfig:
 class TrainerConfig:
     objective: str = "sft"  # what is minimised: sft | dpo | orpo | cpo | simpo | kto
     layout: str = "auto"  # how rows share one forward: auto | padded | packed | prefix_shared
-    gradient: str = "auto"  # how the backward is run: auto | whole | checkpoint (less memory)
+    gradient: str = "auto"  # how the backward is run: auto | whole | checkpoint | segmented (least memory)
+    segment_layers: Any = "auto"  # of segmented: layers computed again at once; more are faster
+    in_flight: Any = "auto"  # of segmented: segments submitted before one is waited for; each takes memory
     max_steps: Optional[int] = None  # optimiser steps; wins over epochs
     epochs: float = 1.0  # passes over the rows
     accumulate: int = 1  # micro-batches of an optimiser step

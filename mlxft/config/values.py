@@ -155,6 +155,15 @@ def _keep(value: Any) -> int | str:
         raise ValueError(text) from None
 
 
+def _number_or_auto(value: Any) -> int | str:
+    if str(value).strip().lower() == "auto":
+        return "auto"
+    try:
+        return int(Range(1)(_whole(value)))
+    except ValueError:
+        raise ValueError(f'{_shown(value)} is neither a whole number, at least 1, nor "auto"') from None
+
+
 def _layers(value: Any) -> str:
     text = str(value).strip().lower()
     number = text.removeprefix("last ").strip()
@@ -202,6 +211,8 @@ RULES: dict[str, Rule] = {
     "trainer.objective": one_of(choices.OBJECTIVES),
     "trainer.layout": one_of(choices.LAYOUTS),
     "trainer.gradient": one_of(choices.GRADIENTS),
+    "trainer.segment_layers": _number_or_auto,
+    "trainer.in_flight": _number_or_auto,
     "trainer.max_steps": Range(1),
     "trainer.epochs": Range(0, 1e5, open_low=True),
     "trainer.accumulate": Range(1),

@@ -50,7 +50,7 @@ def causal_in_blocks(attend: Callable, q, k, v, sinks: Optional[mx.array], num_r
 
 
 def _added(total: mx.array, part: mx.array) -> mx.array:
-    """Adds what fewer keys (B, K, S', D) got to what all (B, K, S, D) got so far; sinks (N,) are all there."""
+    """Adds what fewer keys (B, K, S', D) got to what all (B, K, S, D) did; sinks (N,) are always all."""
     if part.ndim < 4 or part.shape[2] == total.shape[2]:
         return total + part
     seen = part.shape[2]

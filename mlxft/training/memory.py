@@ -84,5 +84,5 @@ def memory_guard(what: str, batches: Sequence[Sequence[Row]]):
         raise GuardStop(
             f"{what} needs more memory than there is, for {rows} rows of up to {width} tokens at once "
             f"({reason}). Checkpoints are intact. Fewer rows at once (data.batch_size, with more "
-            "trainer.accumulate), shorter ones (data.max_length) or trainer=checkpoint need less"
+            "trainer.accumulate), shorter ones (data.max_length) or trainer=segmented need less"
         ) from error

@@ -17,7 +17,7 @@ from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
-from mlxft.segmented.gradients import Gradient
+from mlxft.segmented.build import AnyGradient, GradientPlan, build
 from mlxft.training import environment, objectives, optimizer, resume
 from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
@@ -137,7 +137,7 @@ class _Run:
         layout = config.trainer.layout
         if layout == "auto":
             layout = choose_layout(objective, self.rows.train, self.view.layouts)
-        self.view.require(layout, self._gradient_kind)
+        self.view.require(layout, self._plan.kind)
         reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
@@ -164,18 +164,22 @@ class _Run:
         return stepper
 
     @property
-    def _gradient_kind(self) -> str:
-        return "whole" if self.config.trainer.gradient == "auto" else self.config.trainer.gradient
+    def _plan(self) -> GradientPlan:
+        trainer = self.config.trainer
+        kind = "whole" if trainer.gradient == "auto" else trainer.gradient
+        layers = 1 if trainer.segment_layers == "auto" else trainer.segment_layers
+        # Waiting after each segment leaves a GPU idle while the next one is prepared.
+        in_flight = (1 if backend() == "cpu" else 2) if trainer.in_flight == "auto" else trainer.in_flight
+        return GradientPlan(kind, layers, in_flight)
 
-    def _gradient(self, files: ExitStack) -> Gradient:
-        trainer, kind = self.config.trainer, self._gradient_kind
-        log.info("gradient: %s; layout: %s", kind, self.objective.arranger.layout)
+    def _gradient(self, files: ExitStack) -> AnyGradient:
+        trainer, plan = self.config.trainer, self._plan
+        log.info("gradient: %s; layout: %s", plan, self.objective.arranger.layout)
         if trainer.log_memory:
             memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)
             self.memory = files.enter_context(closing(memory))
         observer = self.memory if trainer.log_memory else None
-        compiled = backend() != "cpu" and observer is None  # phases cannot be told apart in one program
-        return Gradient(self.view, self.objective, kind, compiled, trainer.deterministic, observer)
+        return build(self.view, self.objective, plan, trainer.deterministic, observer)
 
     def _valid_batches(self) -> list[list[Row]]:
         """Validation rows in batches no larger than those of training."""

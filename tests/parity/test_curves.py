@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxft.config.choices import GRADIENTS
 from mlxft.models.adapters import load_adapter
 from mlxft.models.load import load
 from tests.runs import column, train, write_rows
@@ -54,7 +55,7 @@ def relative(value, reference) -> float:
     return float(np.abs(np.asarray(value) - reference).max() / np.abs(reference).max())
 
 
-@pytest.mark.parametrize("gradient", ["whole", "checkpoint"])
+@pytest.mark.parametrize("gradient", GRADIENTS[1:])
 @pytest.mark.parametrize("name", RUNS)
 def test_twenty_steps_equal_trl(name, gradient, tmp_path):
     overrides = [

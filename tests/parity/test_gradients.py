@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxft.config.choices import GRADIENTS
 from mlxft.config.schema import AdapterConfig
 from mlxft.data.example import Example
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
-from mlxft.segmented.gradients import Gradient
+from mlxft.segmented.build import GradientPlan, build
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
 
@@ -38,7 +39,7 @@ def loss_and_gradients(adapter: AdapterConfig, kind: str, chunk: int, batches: l
     made = view(model)
     apply_adapter(model, adapter, seed=0)
     objective = Sft(HeadPlan("chunked", chunk))
-    gradient = Gradient(made, objective, kind)
+    gradient = build(made, objective, GradientPlan(kind))
     counts = {"tokens": sum(objective.counts(batch)["tokens"] for batch in batches)}
     loss, gradients = 0.0, {}
     for batch in batches:
@@ -66,7 +67,7 @@ def lora_name(name: str) -> tuple[str, bool]:
     return name.replace(".lora_A.weight", ".lora_a").replace(".lora_B.weight", ".lora_b"), True
 
 
-@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+@pytest.mark.parametrize("kind", GRADIENTS[1:])
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_lora_gradients_equal_peft(kind, chunk):
     data = reference()
@@ -76,7 +77,7 @@ def test_lora_gradients_equal_peft(kind, chunk):
     compare(gradients, data, "sft.grad.", lora_name)
 
 
-@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+@pytest.mark.parametrize("kind", GRADIENTS[1:])
 def test_full_gradients_equal_torch(kind):
     data = reference()
     loss, gradients = loss_and_gradients(AdapterConfig(kind="full"), kind, 7, [sft_rows(data)])

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxft.config.choices import GRADIENTS
 from mlxft.config.schema import AdapterConfig
 from mlxft.layouts.arrange import LAYOUTS, Arranger
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
-from mlxft.segmented.gradients import Gradient
+from mlxft.segmented.build import GradientPlan, build
 from mlxft.training.objectives.common import HeadPlan, with_ref_logps
 from mlxft.training.objectives.preference import Dpo, LossSettings, Orpo
 from mlxft.training.reference import adapter_off
@@ -37,7 +38,7 @@ def step(name, layout, kind, batch_size, chunk=1000):
     made = view(model)
     apply_adapter(model, AdapterConfig(init_from=str(MODEL / "adapter")), seed=0)
     objective = OBJECTIVES[name](HeadPlan("chunked", chunk), Arranger(layout))
-    gradient = Gradient(made, objective, kind)
+    gradient = build(made, objective, GradientPlan(kind))
     batches, counts = objective.begin(
         [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)], made
     )
@@ -52,7 +53,7 @@ def step(name, layout, kind, batch_size, chunk=1000):
 
 
 @pytest.mark.parametrize("batch_size", [4, 1])
-@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+@pytest.mark.parametrize("kind", GRADIENTS[1:])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_loss_gradients_and_metrics_equal_trl(name, layout, kind, batch_size):

@@ -33,7 +33,7 @@ def test_no_memory_ends_in_a_sentence_with_the_largest_batch_and_what_helps(text
     said = str(stop.value)
     assert "step 7 needs more memory than there is, for 3 rows of up to 30 tokens at once" in said
     assert text.partition("\n")[0] in said and "and more" not in said
-    assert "data.batch_size" in said and "trainer=checkpoint" in said
+    assert "data.batch_size" in said and "trainer=segmented" in said
 
 
 def test_other_errors_pass_through():
