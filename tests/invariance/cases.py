@@ -1,7 +1,7 @@
 """Every way to train: the axes as the code names them, what it refuses, and the cases to try.
 
-    family objective layout gradient      which every case of the whole product has its own four of
-    everything else                       two or three values each
+    objective, gradient, layout, family      the whole product has every combination of them
+    everything else                          two or three values each
 
 A value that is added to the configuration's choices, or to the tiny models, is in the cases by itself.
 """
@@ -11,8 +11,6 @@ from functools import lru_cache
 from itertools import product
 from random import Random
 from typing import Any
-
-import mlx.core as mx
 
 from mlxft.config.choices import (
     ADAPTERS,
@@ -86,24 +84,24 @@ def _adapters() -> dict[str, Settings]:
 # The axes that are settings of a run, and the settings of each value.
 _SETTINGS: dict[str, dict[str, Settings]] = {
     "objective": _objectives(),
-    "layout": _one_key("trainer.layout", LAYOUTS),
     "gradient": _one_key("trainer.gradient", GRADIENTS),
+    "layout": _one_key("trainer.layout", LAYOUTS),
     "adapter": _adapters(),
     "dropout": {"no dropout": {}, "dropout": {"adapter.dropout": 0.3}},
     "own loss": {"plain": {}, "with its own loss": {"loss.nll_weight": 0.5}},
     "head": _one_key("head.kind", HEADS, chunked={"head.chunk": _CHUNK}),
     "batch": {"one row": {"data.batch_size": 1}, "rows": {"data.batch_size": 3}},
     "accumulate": {"at once": {}, "accumulated": {"trainer.accumulate": 2}},
+    "segments": {"segments of one": {}} | {f"segments of {n}": {"trainer.segment_layers": n} for n in (2, 3)},
+    "in flight": {"waited for": {}, "two in flight": {"trainer.in_flight": 2}},
 }
-AXES: dict[str, list[Hashable]] = {
-    "objective": list(_SETTINGS["objective"]),
+MAIN_AXES = ("objective", "gradient", "layout", "family")
+AXES: dict[str, list[Hashable]] = {axis: list(values) for axis, values in _SETTINGS.items()} | {
     "family": [*FAMILIES, *MORE_FAMILIES, *PADDED_FAMILIES],
-    **{axis: list(values) for axis, values in _SETTINGS.items() if axis != "objective"},
     "window": [NO_WINDOW, *_WINDOWS],
     "multiple": [1, 4],  # what lengths are rounded up to; a GPU's is 128
-    "compiled": [False] if mx.default_device().type == mx.DeviceType.cpu else [False, True],
 }
-MAIN_AXES = ("objective", "family", "layout", "gradient")
+AXES = {axis: AXES[axis] for axis in (*MAIN_AXES, *AXES)}  # those that refuse most first
 
 
 def settings(case: Case) -> Settings:
@@ -118,16 +116,17 @@ def window_size(case: Case) -> int | None:
 
 
 def name(case: Case) -> str:
-    """Returns a case's name: its values, what is nothing out of the ordinary left out."""
+    """Returns a case's name: its values, the first one of what is not a main axis left out."""
     ordinary = {axis: values[0] for axis, values in AXES.items() if axis not in MAIN_AXES}
-    return "-".join(str(value) for axis, value in case.items() if value != ordinary.get(axis))
+    return "-".join(str(case[axis]) for axis in reversed(AXES) if case[axis] != ordinary.get(axis))
 
 
 def refused(part: Case) -> bool:
     """Tells whether the code refuses to train so: the family, or the check of the configuration."""
     if "family" in part and _refused_by_family(part):
         return True
-    return "objective" in part and _contradictory(tuple(settings(part).items()))
+    known = {"objective", "gradient"} <= part.keys()  # which other settings belong to
+    return known and _contradictory(tuple(settings(part).items()))
 
 
 def _refused_by_family(part: Case) -> bool:
