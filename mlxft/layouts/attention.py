@@ -20,6 +20,7 @@ FAST_HEAD_WIDTH = 128
 # Of one block of queries. Small enough to stay near a CPU's caches, large enough to fill a GPU.
 _SCORES_BYTES = {"cpu": 2**23, "metal": 2**28, "cuda": 2**30}
 _FEWEST_ROWS = 32
+_MOST_FUSED_ROWS = 32_768  # one fused call over 131,072 runs out of an H200's memory
 
 # Pieces this long on average fill a device one by one; shorter ones are put into calls together.
 _LONG_PIECE = 512
@@ -80,11 +81,22 @@ def _attend_one(q, k, v, window: Optional[int], how) -> mx.array:
 
 
 def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
-    """One causal call, aligned to the lower right."""
-    composed = repeatable and backend() == "cuda"
-    if composed or not _has_linear_backward(q):
-        return _causal_within_bytes(q, k, v, scale, sinks, composed)
-    extra = -q.shape[2] % FAST_MULTIPLE
+    """Causal attention aligned to the lower right, in one call or, where that takes too much, in blocks."""
+
+    def call(q, k, v, *sinks):
+        given = sinks[0] if sinks else None
+        if repeatable and backend() == "cuda":
+            return _composed(q, k, v, _causal_mask(q.shape[2], k.shape[2]), scale, given)
+        return _fused(q, k, v, scale, given)
+
+    most = _most_rows(q, k, repeatable)
+    if q.shape[2] > most:
+        return causal_in_blocks(call, q, k, v, sinks, most)
+    return call(q, k, v, *(() if sinks is None else (sinks,)))
+
+
+def _fused(q, k, v, scale, sinks) -> mx.array:
+    extra = -q.shape[2] % FAST_MULTIPLE if _has_linear_backward(q) else 0
     if not extra:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal", sinks=sinks)
     # The same number of queries and keys at the end keeps the alignment, and no real query sees them.
@@ -100,20 +112,12 @@ def _has_linear_backward(q: mx.array) -> bool:
     return backend() == "cuda" and q.dtype != mx.float32 and q.shape[-1] <= FAST_HEAD_WIDTH
 
 
-def _causal_within_bytes(q, k, v, scale, sinks, composed: bool) -> mx.array:
-    """Causal in blocks of queries whose scores, in float32, take no more than the backend's share."""
-
-    def call(q, k, v, *sinks):
-        given = sinks[0] if sinks else None
-        if composed:
-            return _composed(q, k, v, _causal_mask(q.shape[2], k.shape[2]), scale, given)
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal", sinks=given)
-
+def _most_rows(q, k, repeatable: bool) -> int:
+    """Returns how many queries go through one call."""
+    if _has_linear_backward(q) and not repeatable:
+        return _MOST_FUSED_ROWS
     row_bytes = 4 * q.shape[0] * q.shape[1] * k.shape[2]
-    num_rows = max(_SCORES_BYTES[backend()] // row_bytes, _FEWEST_ROWS)
-    if num_rows >= q.shape[2]:
-        return call(q, k, v, *(() if sinks is None else (sinks,)))
-    return causal_in_blocks(call, q, k, v, sinks, num_rows)
+    return max(_SCORES_BYTES[backend()] // row_bytes, _FEWEST_ROWS)
 
 
 def _causal_mask(num_queries: int, num_keys: int) -> mx.array:

@@ -20,6 +20,7 @@ from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.install import layouts_installed
 from mlxft.models.asked import windows_asked
 from mlxft.models.check import check
+from mlxft.models.frozen_linear import quantised_at_dense_speed
 
 __all__ = ["DecoderView", "State", "check", "model_type", "view"]
 
@@ -166,9 +167,14 @@ class DecoderView:
                 return index
         return self.num_layers
 
+    @contextmanager
     def active(self):
-        """Within this context attention and recurrent layers follow the layout of their training cache."""
-        return layouts_installed(self.layers, self.recurrent())
+        """Within the block attention and recurrent layers follow the layout of their training cache.
+
+        Quantised layers multiply many rows as dense ones do.
+        """
+        with layouts_installed(self.layers, self.recurrent()), quantised_at_dense_speed():
+            yield
 
     @contextmanager
     def window_lowered(self, size: int):
