@@ -118,7 +118,8 @@ def window_size(case: Case) -> int | None:
 def name(case: Case) -> str:
     """Returns a case's name: its values, the first one of what is not a main axis left out."""
     ordinary = {axis: values[0] for axis, values in AXES.items() if axis not in MAIN_AXES}
-    return "-".join(str(case[axis]) for axis in reversed(AXES) if case[axis] != ordinary.get(axis))
+    axes = (*reversed(MAIN_AXES), *ordinary)
+    return "-".join(str(case[axis]) for axis in axes if case[axis] != ordinary.get(axis))
 
 
 def refused(part: Case) -> bool:
