@@ -16,11 +16,13 @@ from mlx.utils import tree_map
 class Head:
     """A head that may be trained: `apply(params, hidden (M, H)) -> logits (M, V)`.
 
-    params: a tree of arrays that the gradient flows into; empty for a frozen head.
+    params: a tree of arrays that the gradient flows into; empty for a frozen head. differentiated: the
+    loss is about to be: where it can be, its gradient is made along with it, from the same logits.
     """
 
     apply: Callable[[Any, mx.array], mx.array]
     params: Any = field(default_factory=dict)
+    differentiated: bool = False
 
 
 def as_head(head: Union[Head, mx.array]) -> Head:
@@ -70,11 +72,8 @@ def _chunked(head: Head, targets: mx.array, chunk: int) -> Callable:
                 return (_token_logps(head.apply(params, rows), targets[span]) * cotangent[span]).sum()
 
             rows = mx.depends(hidden[span], parts[-1]) if parts else hidden[span]
-            if params:
-                part, d_rows = mx.grad(weighted, argnums=(0, 1))(params, rows)
-                d_params = tree_map(mx.add, d_params, part) if parts else part
-            else:
-                d_rows = mx.grad(weighted, argnums=1)(params, rows)
+            _, (part, d_rows) = _value_and_gradients(weighted, params, rows)
+            d_params = tree_map(mx.add, d_params, part) if parts else part
             parts.append(d_rows)
         return d_params, mx.concatenate(parts)
 
@@ -92,7 +91,46 @@ def linear_cross_entropy(
 
     hidden: (M, H). targets: (M,). Other arguments as in `linear_logps`.
     """
+    head = as_head(head)
+    if head.differentiated and chunk is not None and targets.shape[0] > chunk:
+        return _with_gradient(head, targets, weights, chunk)(head.params, hidden)[0]
     return -(weights * linear_logps(hidden, head, targets, chunk)).sum()
+
+
+def _with_gradient(head: Head, targets: mx.array, weights: mx.array, chunk: int) -> Callable:
+    """Returns f(params, hidden) -> (loss, its gradients): a chunk's logits are made once for both."""
+
+    @mx.custom_function
+    def forward(params, hidden):
+        loss, d_params, parts = mx.zeros(()), None, []
+        for start in range(0, targets.shape[0], chunk):
+            span = slice(start, start + chunk)
+
+            def weighted(params, rows, span=span):
+                return -(weights[span] * _token_logps(head.apply(params, rows), targets[span])).sum()
+
+            # The loss too: what it is made of would otherwise wait, with the chunk's logits, for the end.
+            rows = mx.depends(hidden[span], [loss, parts[-1]]) if parts else hidden[span]
+            part, (d_part, d_rows) = _value_and_gradients(weighted, params, rows)
+            loss = loss + part
+            d_params = d_part if d_params is None else tree_map(mx.add, d_params, d_part)
+            parts.append(d_rows)
+        return loss, d_params, mx.concatenate(parts)
+
+    @forward.vjp
+    def backward(_, cotangents, outputs):
+        d_loss, (_, d_params, d_hidden) = cotangents[0], outputs
+        scaled = tree_map(lambda d: d_loss.astype(d.dtype) * d, d_params)
+        return scaled, d_loss.astype(d_hidden.dtype) * d_hidden
+
+    return forward
+
+
+def _value_and_gradients(function: Callable, params: Any, rows: mx.array) -> tuple[mx.array, tuple]:
+    if params:
+        return mx.value_and_grad(function, argnums=(0, 1))(params, rows)
+    value, d_rows = mx.value_and_grad(function, argnums=1)(params, rows)
+    return value, (params, d_rows)
 
 
 def _token_logps(logits: mx.array, targets: mx.array) -> mx.array:

@@ -101,7 +101,7 @@ class Gradient:
         def loss(params, inputs):
             self.view.model.update(params)
             hidden = hidden_states(self.view, inputs["tokens"], cache, self._run_layers)
-            value, metrics = self.objective.loss(trained_head(self.view), hidden, inputs)
+            value, metrics = self.objective.loss(trained_head(self.view, True), hidden, inputs)
             return value, metrics, hidden if self.observe else ()
 
         def differentiated(params, inputs):
@@ -113,9 +113,9 @@ class Gradient:
         return differentiated
 
 
-def trained_head(view: DecoderView) -> Head:
+def trained_head(view: DecoderView, differentiated: bool = False) -> Head:
     """Returns the head with its trainable arrays as they are on the module now."""
-    return Head(view.head, view.head_module.trainable_parameters())
+    return Head(view.head, view.head_module.trainable_parameters(), differentiated)
 
 
 def hidden_states(

@@ -98,7 +98,7 @@ class SegmentedGradient:
 
         def head(outside, state):
             self.view.model.update(tree_unflatten(list(outside.items())))
-            return self.objective.loss(trained_head(self.view), self.view.finish(state), inputs)
+            return self.objective.loss(trained_head(self.view, True), self.view.finish(state), inputs)
 
         (loss, metrics), (d_outside, d_state) = mx.value_and_grad(head, argnums=(0, 1))(outside, state)
         mx.eval(loss, metrics, d_outside, d_state)

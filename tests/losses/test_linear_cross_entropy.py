@@ -81,6 +81,45 @@ def test_chunks_do_not_change_the_gradient_of_a_trained_quantised_head():
         assert relative(other, np.array(one)) < 1e-5  # chunks add up in another order
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 5])
+def test_the_gradient_made_along_with_the_loss_is_the_one_made_after(chunk, trained):
+    """Of 11 tokens, times a factor that comes after the loss; of the head's weight too where it trains."""
+    keys = mx.random.split(mx.random.key(1), 3)
+    weight, hidden = mx.random.normal((50, 64), key=keys[0]), mx.random.normal((11, 64), key=keys[1])
+    weights, targets = mx.random.uniform(shape=(11,), key=keys[2]), mx.arange(11)
+
+    def loss(params, hidden, differentiated):
+        given = params if trained else {}
+        head = Head(lambda p, h: h @ (p or params)["weight"].T, given, differentiated)
+        return 3.0 * linear_cross_entropy(hidden, head, targets, weights, chunk)
+
+    def both(differentiated):
+        return mx.value_and_grad(loss, argnums=(0, 1))({"weight": weight}, hidden, differentiated)
+
+    (value, (d_params, d_hidden)), (expected, (d_weight, d_rows)) = both(True), both(False)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert relative(d_hidden, np.array(d_rows)) < 1e-6
+    if trained:
+        assert relative(d_params["weight"], np.array(d_weight["weight"])) < 1e-6
+
+
+def test_logits_are_made_once_where_the_gradient_comes_along():
+    """Three chunks: three calls of the head for loss and gradient, six where the backward makes them anew."""
+    weight, hidden = mx.random.normal((50, 64)), mx.random.normal((12, 64))
+    calls = []
+
+    def apply(params, rows):
+        calls.append(rows.shape[0])
+        return rows @ weight.T
+
+    for differentiated, expected in ((True, [4] * 3), (False, [4] * 6)):
+        calls.clear()
+        head = Head(apply, {}, differentiated)
+        mx.eval(mx.grad(lambda h: linear_cross_entropy(h, head, mx.arange(12), mx.ones(12), 4))(hidden))
+        assert calls == expected
+
+
 def summed(hidden, weight, chunk):
     count = hidden.shape[0]
     return linear_cross_entropy(hidden, weight, mx.zeros(count, mx.int32), mx.ones(count), chunk)

@@ -117,8 +117,13 @@ def _rounded_up(array: np.ndarray, multiple: int) -> np.ndarray:
 
 def target_logps(plan: HeadPlan, head: Head, hidden: mx.array, inputs: Inputs) -> mx.array:
     """Returns the log-probability (M,) of each of the inputs' targets, for hidden (B, T, H)."""
-    rows = hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
+    rows = target_rows(hidden, inputs)
     return linear_logps(rows, head, inputs["targets"], plan.chunk_for(rows.shape[0]))
+
+
+def target_rows(hidden: mx.array, inputs: Inputs) -> mx.array:
+    """Returns the hidden states (M, H) that predict the inputs' targets, of hidden (B, T, H)."""
+    return hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
 
 
 def forward_logps(plan: HeadPlan, view: DecoderView, inputs: Inputs, layout: Layout) -> mx.array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger, Group
-from mlxft.losses import Head, sft_loss
+from mlxft.losses import Head, linear_cross_entropy
 from mlxft.models.decoder import DecoderView
 from mlxft.training.objectives.common import (
     Counts,
@@ -18,7 +18,7 @@ from mlxft.training.objectives.common import (
     Prepared,
     Targets,
     added_up,
-    target_logps,
+    target_rows,
 )
 
 _NO_PROMPT = np.zeros(0, np.int32)
@@ -49,6 +49,6 @@ class Sft:
 
     def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
         """Returns the micro-batch's share of the window's loss; there are no other metrics."""
-        logps = target_logps(self.head, head, hidden, inputs)
-        weights = inputs["weights"]
-        return (sft_loss(logps[None], weights[None] > 0) * weights[None]).sum(), {}
+        rows, targets = target_rows(hidden, inputs), inputs["targets"]
+        chunk = self.head.chunk_for(rows.shape[0])
+        return linear_cross_entropy(rows, head, targets, inputs["weights"], chunk), {}
