@@ -20,6 +20,7 @@ from typing import Any, Callable, Optional
 
 import mlxft
 from mlxft import blas
+from mlxft.available_memory import available_bytes
 from mlxft.errors import EXIT_DONE, EXIT_FAULT
 
 _PACKAGES = ("mlx", "mlx-lm", "hydra-core", "transformers", "datasets", "numpy")
@@ -128,12 +129,12 @@ def _find_device(report: Report) -> None:
     page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     report.memory = {
         "total_bytes": page_bytes * pages,
-        "available_bytes": _available_memory_bytes(),
+        "available_bytes": available_bytes(),
         "device_bytes": info.get("total_memory") or info.get("memory_size"),
         "mlx_limit_bytes": mx.get_memory_limit(),
     }
     available = report.memory["available_bytes"]
-    if available is not None and available < _LITTLE_MEMORY_BYTES:
+    if available < _LITTLE_MEMORY_BYTES:
         report.warnings.append(f"only {_size(available)} of memory is available")
 
 
@@ -147,13 +148,6 @@ def _usable_cores() -> int:
         if allowed != "max":
             cores = min(cores, max(1, round(int(allowed) / int(period))))
     return cores
-
-
-def _available_memory_bytes() -> Optional[int]:
-    """Returns what can be allocated without swapping, where the system tells (Linux), else None."""
-    table = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
-    return int(found[1]) * 1024 if found else None
 
 
 def _find_blas(report: Report) -> None:

@@ -22,7 +22,7 @@ from mlxft.models.asked import windows_asked
 from mlxft.models.check import check
 from mlxft.models.frozen_linear import quantised_at_dense_speed
 
-__all__ = ["DecoderView", "State", "check", "model_type", "view"]
+__all__ = ["DecoderView", "State", "check", "model_type", "unchecked_view", "view"]
 
 State = tuple[mx.array, ...]
 
@@ -208,11 +208,19 @@ def view(model: nn.Module) -> DecoderView:
 
     Raises: InputError naming the family where its parts do not give the model's own logits.
     """
+    made = unchecked_view(model)
+    check(made)
+    return made
+
+
+def unchecked_view(model: nn.Module) -> DecoderView:
+    """Returns the decoder view of `model`, whose weights need not have been read.
+
+    Raises: InputError for a family that cannot be trained.
+    """
     from mlxft.models.families import UNTRAINABLE, VIEWS
 
     code = _code(model)
     if code in UNTRAINABLE:
         raise InputError(f"models of type {model_type(model)!r} cannot be trained: {UNTRAINABLE[code]}")
-    made = VIEWS.get(code, DecoderView)(model)
-    check(made)
-    return made
+    return VIEWS.get(code, DecoderView)(model)

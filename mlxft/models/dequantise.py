@@ -1,8 +1,6 @@
 """Turns quantised layers into dense ones, for CPUs: MLX's quantised products are 10 to 100 times slower."""
 
 import logging
-import os
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,14 +18,20 @@ def is_quantised(module: nn.Module) -> bool:
     return "scales" in module and "weight" in module
 
 
-def dequantise_where_it_fits(model: nn.Module, dtype: mx.Dtype, free_bytes: int) -> bool:
-    """Makes the quantised layers of `model` dense if they fit `free_bytes`, says so, and returns whether."""
+def dequantise_where_it_fits(
+    model: nn.Module, dtype: mx.Dtype, free_bytes: int, lazily: bool = False
+) -> bool:
+    """Makes the quantised layers of `model` dense if they fit `free_bytes`, says so, and returns whether.
+
+    lazily: only as far as shapes go; nothing is computed or said.
+    """
     layers = [(name, module) for name, module in model.named_modules() if is_quantised(module)]
     if not layers:
         return False
     need = sum(num_packed_values(module) for _, module in layers) * dtype.size
     if need > _SHARE_OF_MEMORY * free_bytes:
-        log.warning("the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB that "
+        level = logging.DEBUG if lazily else logging.WARNING
+        log.log(level, "the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB that "
                     "are free. Quantised products on a CPU are slow: expect 10 to 100 times the time.",
                     need / 1e9, free_bytes / 1e9)
         return False
@@ -36,28 +40,17 @@ def dequantise_where_it_fits(model: nn.Module, dtype: mx.Dtype, free_bytes: int)
         if (dense := _dense(module, dtype)) is None:
             left.append(name)
             continue
-        mx.eval(dense.parameters())  # one at a time: never all of both forms in memory
+        if not lazily:
+            mx.eval(dense.parameters())  # one at a time: never all of both forms in memory
         model.update_modules(tree_unflatten([(name, dense)]))
+    if lazily:
+        return True
     log.info("%d quantised layers made dense once (%s, %.2f GB): quantised products are slow on a CPU",
              len(layers) - len(left), str(dtype).removeprefix("mlx.core."), need / 1e9)
     if left:
         log.warning("%d layers of a kind that cannot be made dense stay quantised, first %s",
                     len(left), left[0])
     return True
-
-
-def available_bytes() -> int:
-    """Returns how much memory this process may still take: the system's or its container's, if less."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        entries = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        free = int(entries["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return max(free, 0)
 
 
 def num_packed_values(module: nn.Module) -> int:

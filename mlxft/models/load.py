@@ -45,20 +45,8 @@ def load_model(folder: Path, dtype: str = "auto") -> "nn.Module":
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from mlxft.backend import backend
-
-    _check_config(folder)
-    audit.weight_files(folder)
-    model, config = _audited_model(folder)
-    on_cpu = backend() == "cpu"
-    target = _target_dtype(dtype, on_cpu)
     try:
-        if on_cpu:
-            from mlxft.models.dequantise import available_bytes, dequantise_where_it_fits
-
-            dequantise_where_it_fits(model, target, available_bytes())
-        if target is not None:
-            model.set_dtype(target)
+        model, config = lazy_model(folder, dtype)
         mx.eval(model.parameters())  # reads the files
     except RuntimeError as error:
         raise InputError(f"the weights in {folder} cannot be read: {error}") from error
@@ -66,6 +54,34 @@ def load_model(folder: Path, dtype: str = "auto") -> "nn.Module":
     size = sum(array.nbytes for array in parameters)
     log.info("%s: %s, %.2f GB in memory", folder, config["model_type"], size / 1e9)
     return model
+
+
+def lazy_model(
+    folder: Path, dtype: str = "auto", lazily: bool = False
+) -> tuple["nn.Module", dict[str, Any]]:
+    """Returns the model in `folder` and its configuration, weights not yet read but for their headers.
+
+    lazily: nothing is read, and nothing said, where quantised layers are to be made dense either.
+    Raises: InputError.
+    """
+    import mlx.core as mx
+
+    from mlxft.available_memory import available_bytes
+    from mlxft.backend import backend
+
+    _check_config(folder)
+    audit.weight_files(folder)
+    model, config = _audited_model(folder)
+    on_cpu = backend() == "cpu"
+    target = _target_dtype(dtype, on_cpu)
+    if on_cpu:
+        from mlxft.models.dequantise import dequantise_where_it_fits
+
+        held = mx.get_active_memory() if lazily else 0  # by the model itself, where it is loaded already
+        dequantise_where_it_fits(model, target, available_bytes() + held, lazily)
+    if target is not None:
+        model.set_dtype(target)
+    return model, config
 
 
 def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxft.models.dequantise import available_bytes, dequantise_where_it_fits, is_quantised
+from mlxft.available_memory import available_bytes
+from mlxft.models.dequantise import dequantise_where_it_fits, is_quantised
 from tests.tiny_models import model_config, random_model
 
 TOKENS = mx.array([[5, 80, 7, 200, 31, 9]])

@@ -1,0 +1,141 @@
+"""The trained model as shapes: every array known by size and type, none of them read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Optional
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxft.config.schema import Config
+from mlxft.models.decoder import DecoderView, unchecked_view
+from mlxft.models.frozen_linear import dimensions
+from mlxft.models.load import lazy_model
+from mlxft.models.lora import apply_adapter
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that cost the same. indices: their places. is_walked: the backward goes through them.
+
+    linear_values: that the linear layers of one read and write for a position. weight_values: of one's
+    linear layers. trained_bytes: of one.
+    """
+
+    indices: tuple[int, ...]
+    is_walked: bool
+    linear_values: int
+    weight_values: int
+    trained_bytes: int
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model and its adapter are made of: counts, and bytes of arrays.
+
+    outside_bytes: trained arrays outside of the layers (embedding, norm, head). num_heads: of queries.
+    window: the shortest sliding window, None without. item_bytes: of a hidden state's numbers.
+    """
+
+    view: DecoderView
+    groups: tuple[LayerGroup, ...]
+    num_parameters: int
+    num_trained: int
+    model_bytes: int
+    trained_bytes: int
+    outside_bytes: int
+    vocabulary: int
+    width: int
+    num_heads: int
+    window: Optional[int]
+    item_bytes: int
+
+    @property
+    def num_walked(self) -> int:
+        """Layers that the backward goes through."""
+        return sum(group.count for group in self.groups if group.is_walked)
+
+    @property
+    def can_probe(self) -> bool:
+        """False for families whose layers cannot be run one without the others."""
+        return self.view.in_parts and self.view.layers_are_alike
+
+
+def shape_of(config: Config, folder: Path) -> ModelShape:
+    """Returns the shape of the model in `folder` trained as `config` says; only headers are read.
+
+    Raises: InputError as loading the model and putting the adapter on it do.
+    """
+    model, _ = lazy_model(folder, config.model.dtype, lazily=True)
+    view = unchecked_view(model)
+    whole_weights = config.adapter.kind == "full"  # those of init_from have the same shapes
+    adapter = replace(config.adapter, init_from=None) if whole_weights else config.adapter
+    report = apply_adapter(model, adapter, config.trainer.seed)
+    groups = tuple(_groups(view))
+    trained_bytes = _bytes(model.trainable_parameters())
+    embedding = view.embedding
+    windows = [size for size in view.windows() if size is not None]
+    return ModelShape(
+        view=view,
+        groups=groups,
+        num_parameters=report.num_total,
+        num_trained=report.num_trainable,
+        model_bytes=_bytes(model.parameters()),
+        trained_bytes=trained_bytes,
+        outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
+        vocabulary=embedding.weight.shape[0],
+        width=_hidden(view).shape[-1],
+        num_heads=_num_heads(view),
+        window=min(windows, default=None),
+        item_bytes=_hidden(view).dtype.size,
+    )
+
+
+def _hidden(view: DecoderView) -> mx.array:
+    """Returns the hidden states of one token; only their shape is ever looked at."""
+    return view.embedding(mx.zeros((1, 1), mx.int32))
+
+
+def _num_heads(view: DecoderView) -> int:
+    args: Any = getattr(view.text, "args", None)
+    names = ("num_attention_heads", "n_head", "num_heads")
+    return next((getattr(args, name) for name in names if getattr(args, name, None)), 1)
+
+
+def _groups(view: DecoderView) -> Iterable[LayerGroup]:
+    lowest = view.lowest_trainable()
+    kinds: dict[Any, list[int]] = {}
+    for index, (layer, window) in enumerate(zip(view.layers, view.windows(), strict=True)):
+        kinds.setdefault((_arrays(layer), window, index >= lowest), []).append(index)
+    for (_, _, is_walked), indices in kinds.items():
+        layer = view.layers[indices[0]]
+        linears = [
+            dimensions(module) for module in layer.modules() if type(module) in (nn.Linear, nn.QuantizedLinear)
+        ]
+        yield LayerGroup(
+            indices=tuple(indices),
+            is_walked=is_walked,
+            linear_values=sum(map(sum, linears)),
+            weight_values=sum(inputs * outputs for inputs, outputs in linears),
+            trained_bytes=_bytes(layer.trainable_parameters()),
+        )
+
+
+def _arrays(layer: nn.Module) -> tuple:
+    """Returns what a layer's cost depends on: its modules' classes and their arrays' shapes and types."""
+    return tuple(
+        (path, type(module).__name__, name, tuple(value.shape), str(value.dtype), name in module._no_grad)
+        for path, module in sorted(layer.named_modules(), key=lambda item: item[0])
+        for name, value in sorted(module.items())
+        if isinstance(value, mx.array)
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(tree))
