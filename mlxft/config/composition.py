@@ -60,6 +60,7 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("train", None, (_MODEL, _ROWS)),
+        Command("plan", None, (_MODEL, _ROWS)),
         Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(
             "eval",

@@ -35,9 +35,10 @@ class DataConfig:
 class TrainerConfig:
     objective: str = "sft"  # what is minimised: sft | dpo | orpo | cpo | simpo | kto
     layout: str = "auto"  # how rows share one forward: auto | padded | packed | prefix_shared
-    gradient: str = "auto"  # how the backward is run: auto | whole | checkpoint | segmented (least memory)
+    gradient: str = "auto"  # of the backward: auto (fastest that fits) | whole | checkpoint | segmented
     segment_layers: Any = "auto"  # of segmented: layers computed again at once; more are faster
     in_flight: Any = "auto"  # of segmented: segments submitted before one is waited for; each takes memory
+    memory_limit: Any = "auto"  # GB of arrays at once; auto: 0.9 of what is free, or what the GPU has
     max_steps: Optional[int] = None  # optimiser steps; wins over epochs
     epochs: float = 1.0  # passes over the rows
     accumulate: int = 1  # micro-batches of an optimiser step

@@ -164,6 +164,15 @@ def _number_or_auto(value: Any) -> int | str:
         raise ValueError(f'{_shown(value)} is neither a whole number, at least 1, nor "auto"') from None
 
 
+def _gigabytes_or_auto(value: Any) -> float | str:
+    if str(value).strip().lower() == "auto":
+        return "auto"
+    try:
+        return float(Range(0, open_low=True)(_number(value)))
+    except ValueError:
+        raise ValueError(f'{_shown(value)} is neither a number of GB, more than 0, nor "auto"') from None
+
+
 def _layers(value: Any) -> str:
     text = str(value).strip().lower()
     number = text.removeprefix("last ").strip()
@@ -213,6 +222,7 @@ RULES: dict[str, Rule] = {
     "trainer.gradient": one_of(choices.GRADIENTS),
     "trainer.segment_layers": _number_or_auto,
     "trainer.in_flight": _number_or_auto,
+    "trainer.memory_limit": _gigabytes_or_auto,
     "trainer.max_steps": Range(1),
     "trainer.epochs": Range(0, 1e5, open_low=True),
     "trainer.accumulate": Range(1),

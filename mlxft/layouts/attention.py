@@ -120,6 +120,11 @@ def _most_rows(q, k, repeatable: bool) -> int:
     return max(_SCORES_BYTES[backend()] // row_bytes, _FEWEST_ROWS)
 
 
+def scores_bytes() -> int:
+    """Returns the most bytes of scores, in float32, of a block of queries: where blocks have more than few."""
+    return _SCORES_BYTES[backend()]
+
+
 def _causal_mask(num_queries: int, num_keys: int) -> mx.array:
     row = mx.arange(num_queries)[:, None] + (num_keys - num_queries)
     return mx.arange(num_keys)[None] <= row

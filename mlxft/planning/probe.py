@@ -7,14 +7,13 @@ at two lengths; the head is measured by itself.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlxft.backend import backend
 from mlxft.config.schema import Config
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger
@@ -22,14 +21,12 @@ from mlxft.losses import Head
 from mlxft.models.decoder import DecoderView
 from mlxft.planning.shape import ModelShape
 from mlxft.segmented.build import GradientPlan, build
-from mlxft.segmented.gradients import trained_head
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft
+from mlxft.training.objectives.common import target_logps
 from mlxft.training.step import Stepper
 
-VOCABULARY = 64  # of the probes of layers: their head is not to count
-HEAD_VOCABULARIES = (2048, 4096)
-HEAD_TOKENS = (128, 256)
+_TYPES = {4: mx.float32, 2: mx.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class ProbeModel:
         self.view: DecoderView = shape.view
         self._layers = list(self.view.layers)
         self._windows = list(self.view.windows())
+        self.vocabulary = shape.vocabulary
         self._filled: set[int] = set()
         self.choose([])
 
@@ -63,12 +61,16 @@ class ProbeModel:
         self.view.decoder.layers = [self._layers[index] for index in sorted(indices)]
         self.view._windows = [self._windows[index] for index in sorted(indices)]
 
+    def trained_bytes(self) -> int:
+        """Returns the size of what is trained of the model as it is now."""
+        return sum(array.nbytes for _, array in tree_flatten(self.view.model.trainable_parameters()))
+
     def cut(self, vocabulary: int) -> None:
         """Gives everything outside of the layers random arrays, the vocabulary cut to that many tokens."""
         inside = {id(module) for layer in self._layers for module in layer.modules()}
         for _, module in self.view.model.named_modules():
             if id(module) not in inside:
-                _fill_own(module, self.shape.vocabulary, vocabulary)
+                _fill_own(module, self.vocabulary, vocabulary)
         self.vocabulary = vocabulary
 
     def step(self, plan: GradientPlan, rows: int, length: int, repeat: int = 1) -> tuple[Cost, float]:
@@ -98,17 +100,29 @@ class ProbeModel:
         update = mx.get_peak_memory() - before
         return Cost(costs[-1].num_bytes, min(cost.seconds for cost in costs)), update
 
-    def forward_seconds(self, rows: int, length: int) -> float:
-        """Returns the seconds of a forward through the chosen layers."""
-        from mlxft.layouts.cache import TrainingCache
-        from mlxft.layouts.pieces import padded
-        from mlxft.segmented.gradients import hidden_states
+    def head(self, objective: str, tokens: int, chunk: Optional[int]) -> Cost:
+        """Returns the cost of the loss of so many tokens, and of its gradients.
 
-        tokens = mx.zeros((rows, length), mx.int32)
-        with self.view.active():
-            began = time.perf_counter()
-            mx.eval(hidden_states(self.view, tokens, TrainingCache(padded(length))))
-        return time.perf_counter() - began
+        chunk: tokens whose logits exist at once, None for all.
+        """
+        plan = HeadPlan("full") if chunk is None else HeadPlan("chunked", chunk)
+        rows = {"index": mx.arange(tokens), "targets": mx.zeros((tokens,), mx.int32)}
+        inputs = rows | {"weights": mx.full((tokens,), 1 / tokens)}
+        hidden = mx.zeros((1, tokens, self.shape.width), _TYPES[self.shape.item_bytes])
+        trained = tree_map(lambda array: array, self.view.head_module.trainable_parameters())
+
+        def loss(trained: Any, hidden: mx.array) -> mx.array:
+            head = Head(self.view.head, trained, differentiated=True)
+            if objective == "sft":
+                return Sft(plan).loss(head, hidden, inputs)[0]
+            return (target_logps(plan, head, hidden, inputs) * inputs["weights"]).sum()
+
+        mx.eval(inputs, hidden)
+        before, began = _begin(), time.perf_counter()
+        mx.eval(mx.value_and_grad(loss, argnums=(0, 1) if trained else 1)(trained, hidden))
+        seconds = time.perf_counter() - began
+        self.view.head_module.update(trained)
+        return Cost(mx.get_peak_memory() - before, seconds)
 
 
 def _begin() -> int:

@@ -1,6 +1,8 @@
 """The trained model as shapes: every array known by size and type, none of them read."""
 
+import logging
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -8,12 +10,19 @@ from typing import Any, Optional
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxft.config.schema import Config
 from mlxft.models.decoder import DecoderView, unchecked_view
 from mlxft.models.frozen_linear import dimensions
 from mlxft.models.load import lazy_model
-from mlxft.models.lora import apply_adapter
+from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.training import optimizer
+
+
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+_PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EXPERTS)
+_EXPERTS_OF_A_TOKEN = 8
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class LayerGroup:
     """Layers that cost the same. indices: their places. is_walked: the backward goes through them.
 
     linear_values: that the linear layers of one read and write for a position. weight_values: of one's
-    linear layers. trained_bytes: of one.
+    linear layers. trained_bytes: of one. arrays: what they are made of.
     """
 
     indices: tuple[int, ...]
@@ -29,6 +38,7 @@ class LayerGroup:
     linear_values: int
     weight_values: int
     trained_bytes: int
+    arrays: tuple
 
     @property
     def count(self) -> int:
@@ -39,7 +49,8 @@ class LayerGroup:
 class ModelShape:
     """What a model and its adapter are made of: counts, and bytes of arrays.
 
-    outside_bytes: trained arrays outside of the layers (embedding, norm, head). num_heads: of queries.
+    state_bytes: of the optimiser. outside_bytes: trained arrays outside of the layers (embedding, norm,
+    head). num_heads: of queries.
     window: the shortest sliding window, None without. item_bytes: of a hidden state's numbers.
     """
 
@@ -49,6 +60,7 @@ class ModelShape:
     num_trained: int
     model_bytes: int
     trained_bytes: int
+    state_bytes: int
     outside_bytes: int
     vocabulary: int
     width: int
@@ -67,19 +79,25 @@ class ModelShape:
         return self.view.in_parts and self.view.layers_are_alike
 
 
-def shape_of(config: Config, folder: Path) -> ModelShape:
+def shape_in(config: Config, folder: Path) -> ModelShape:
     """Returns the shape of the model in `folder` trained as `config` says; only headers are read.
 
     Raises: InputError as loading the model and putting the adapter on it do.
     """
-    model, _ = lazy_model(folder, config.model.dtype, lazily=True)
-    view = unchecked_view(model)
-    whole_weights = config.adapter.kind == "full"  # those of init_from have the same shapes
-    adapter = replace(config.adapter, init_from=None) if whole_weights else config.adapter
-    report = apply_adapter(model, adapter, config.trainer.seed)
-    groups = tuple(_groups(view))
+    with _quietly():  # a run says it all when it loads the model
+        model, _ = lazy_model(folder, config.model.dtype, lazily=True)
+        view = unchecked_view(model)
+        whole_weights = config.adapter.kind == "full"  # those of init_from have the same shapes
+        adapter = replace(config.adapter, init_from=None) if whole_weights else config.adapter
+        report = apply_adapter(model, adapter, config.trainer.seed)
+    return shape_of(view, report, config)
+
+
+def shape_of(view: DecoderView, report: AdapterReport, config: Config) -> ModelShape:
+    """Returns the shape of a model with its adapter, of which `report` tells."""
+    model, groups = view.model, tuple(_groups(view))
     trained_bytes = _bytes(model.trainable_parameters())
-    embedding = view.embedding
+    hidden = view.embedding(mx.zeros((1, 1), mx.int32))  # of one token: only its shape is looked at
     windows = [size for size in view.windows() if size is not None]
     return ModelShape(
         view=view,
@@ -88,18 +106,37 @@ def shape_of(config: Config, folder: Path) -> ModelShape:
         num_trained=report.num_trainable,
         model_bytes=_bytes(model.parameters()),
         trained_bytes=trained_bytes,
+        state_bytes=_state_bytes(config, model),
         outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
-        vocabulary=embedding.weight.shape[0],
-        width=_hidden(view).shape[-1],
+        vocabulary=view.embedding.weight.shape[0],
+        width=hidden.shape[-1],
         num_heads=_num_heads(view),
         window=min(windows, default=None),
-        item_bytes=_hidden(view).dtype.size,
+        item_bytes=hidden.dtype.size,
     )
 
 
-def _hidden(view: DecoderView) -> mx.array:
-    """Returns the hidden states of one token; only their shape is ever looked at."""
-    return view.embedding(mx.zeros((1, 1), mx.int32))
+def model_bytes_in(folder: Path, dtype: str) -> int:
+    """Returns the bytes of the model in `folder` by itself, from its headers."""
+    with _quietly():
+        return _bytes(lazy_model(folder, dtype, lazily=True)[0].parameters())
+
+
+@contextmanager
+def _quietly():
+    log = logging.getLogger("mlxft")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _state_bytes(config: Config, model: nn.Module) -> int:
+    made = optimizer.build(config.optimizer)
+    made.init(model.trainable_parameters())
+    return _bytes(made.state)
 
 
 def _num_heads(view: DecoderView) -> int:
@@ -113,18 +150,24 @@ def _groups(view: DecoderView) -> Iterable[LayerGroup]:
     kinds: dict[Any, list[int]] = {}
     for index, (layer, window) in enumerate(zip(view.layers, view.windows(), strict=True)):
         kinds.setdefault((_arrays(layer), window, index >= lowest), []).append(index)
-    for (_, _, is_walked), indices in kinds.items():
+    for (arrays, _, is_walked), indices in kinds.items():
         layer = view.layers[indices[0]]
-        linears = [
-            dimensions(module) for module in layer.modules() if type(module) in (nn.Linear, nn.QuantizedLinear)
-        ]
+        linears = [_dimensions(module) for module in layer.modules() if isinstance(module, _PRODUCTS)]
         yield LayerGroup(
             indices=tuple(indices),
             is_walked=is_walked,
             linear_values=sum(map(sum, linears)),
             weight_values=sum(inputs * outputs for inputs, outputs in linears),
             trained_bytes=_bytes(layer.trainable_parameters()),
+            arrays=arrays,
         )
+
+
+def _dimensions(module: nn.Module) -> tuple[int, int]:
+    """Returns what a token reads and writes in a layer, for experts in as many as a token is likely sent to."""
+    if isinstance(module, _EXPERTS):
+        return _EXPERTS_OF_A_TOKEN * module.input_dims, _EXPERTS_OF_A_TOKEN * module.output_dims
+    return dimensions(module)
 
 
 def _arrays(layer: nn.Module) -> tuple:

@@ -22,6 +22,7 @@ from mlxft.config.keys import flatten, keys_of
 from mlxft.config.schema import Config
 from mlxft.errors import InputError
 from mlxft.models.lora import DEFAULT_RANK, AdapterReport
+from mlxft.segmented.build import GradientPlan
 from mlxft.training.checkpoint import ADAPTER, OPTIMIZER, Checkpoint
 from mlxft.training.loop import Progress
 
@@ -56,6 +57,7 @@ _WITHOUT_EFFECT = (
     "trainer.save_every",
     "trainer.save_only_adapter",
     "trainer.log_memory",
+    "trainer.memory_limit",
     "trainer.samples",
 )
 
@@ -119,6 +121,14 @@ class Continuation:
         self.checkpoint = checkpoint
         self._before = settings(state["config"], Path(state["folder"]))
         self._now = settings(config, Path.cwd())
+
+    def plan(self) -> Optional[GradientPlan]:
+        """Returns how the backward was run, None if the checkpoint does not say."""
+        known = {field.name for field in fields(GradientPlan)}
+        said = self.checkpoint.state.get("gradient")
+        if not isinstance(said, Mapping) or set(said) != known:
+            return None
+        return GradientPlan(**said)
 
     def check_settings(self) -> None:
         """Refuses what can never fit, and warns of what makes the run another one."""

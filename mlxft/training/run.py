@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from mlxft.backend import backend, shape_multiple
+from mlxft.backend import shape_multiple
 from mlxft.config import to_yaml
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
@@ -17,6 +17,9 @@ from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
+from mlxft.planning.choose import Choice, Planner, refuse, try_longest
+from mlxft.planning.shape import shape_of
+from mlxft.planning.workload import longest_batch, workload
 from mlxft.segmented.build import AnyGradient, GradientPlan, build
 from mlxft.training import environment, objectives, optimizer, resume
 from mlxft.training.best import BestAdapter
@@ -112,6 +115,7 @@ class _Run:
         if start.continuation:
             start.continuation.check_adapter(self.report)
         self._make_objective(reference_folder)
+        self.choice = self._choose_plan(folder, reference_folder)
         self.memory = StepMemory()
 
     def train(self) -> str:
@@ -121,6 +125,8 @@ class _Run:
             self.progress = Progress()
             if self.start.continuation:
                 self.progress = self.start.continuation.restore(self.view.model, stepper.optimizer)
+            if self.choice.is_near:
+                self._try_longest(stepper)
             self.before = self._samples_before()
             self._write_identity()
             metrics = files.enter_context(closing(MetricsFile(self._metrics_path(), self.start.step)))
@@ -137,7 +143,8 @@ class _Run:
         layout = config.trainer.layout
         if layout == "auto":
             layout = choose_layout(objective, self.rows.train, self.view.layouts)
-        self.view.require(layout, self._plan.kind)
+        asked = config.trainer.gradient
+        self.view.require(layout, "whole" if asked == "auto" else asked)
         reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
@@ -163,18 +170,36 @@ class _Run:
         stepper.optimizer.init(self.view.model.trainable_parameters())
         return stepper
 
+    def _choose_plan(self, folder: Path, reference_folder: Path) -> Choice:
+        """Returns how the backward is run. Raises: GuardStop if the longest batch cannot fit."""
+        wanted = workload(self.objective, longest_batch(self.windows))
+        shape = shape_of(self.view, self.report, self.config)
+        is_another = "reference" in LOSS_KEYS[self.config.trainer.objective] and reference_folder != folder
+        planner = Planner(self.config, folder, wanted, shape, reference_folder if is_another else None)
+        choice = planner.choose(self.start.continuation and self.start.continuation.plan())
+        refuse(choice)
+        return choice
+
     @property
     def _plan(self) -> GradientPlan:
-        trainer = self.config.trainer
-        kind = "whole" if trainer.gradient == "auto" else trainer.gradient
-        layers = 1 if trainer.segment_layers == "auto" else trainer.segment_layers
-        # Waiting after each segment leaves a GPU idle while the next one is prepared.
-        in_flight = (1 if backend() == "cpu" else 2) if trainer.in_flight == "auto" else trainer.in_flight
-        return GradientPlan(kind, layers, in_flight)
+        return self.choice.plan
+
+    def _try_longest(self, stepper: Stepper) -> None:
+        """Runs the longest batch once, for nothing: what cannot fit is told now, not hours later."""
+        batch, gradient = longest_batch(self.windows), stepper.gradient
+        observe, gradient.observe = gradient.observe, None
+
+        def attempt() -> None:
+            with memory_guard("the longest batch", [batch]):
+                stepper.window([batch], 0)
+
+        log.info("the longest batch (%s) is tried first", self.choice.wanted)
+        try_longest(attempt, self.choice)
+        gradient.observe = observe
 
     def _gradient(self, files: ExitStack) -> AnyGradient:
         trainer, plan = self.config.trainer, self._plan
-        log.info("gradient: %s; layout: %s", plan, self.objective.arranger.layout)
+        log.info("gradient: %s; layout: %s", self.choice, self.objective.arranger.layout)
         if trainer.log_memory:
             memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)
             self.memory = files.enter_context(closing(memory))
@@ -213,7 +238,8 @@ class _Run:
             best,
             self.memory,
             check,
-            resume.identity(asdict(self.config), self.rows.fingerprints(), self.report),
+            resume.identity(asdict(self.config), self.rows.fingerprints(), self.report)
+            | {"gradient": asdict(self._plan)},
             self.progress,
             saved_step=0 if self.start.is_elsewhere else self.start.step,
         )

@@ -1,0 +1,216 @@
+"""The figures that predictions stand on: measured once a machine, library version and shape, and kept."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Optional
+
+import mlx.core as mx
+
+import mlxft
+from mlxft.backend import backend, shape_multiple
+from mlxft.blas import num_threads
+from mlxft.config.schema import Config
+from mlxft.layouts.attention import scores_bytes
+from mlxft.planning.probe import Cost, ProbeModel
+from mlxft.planning.shape import ModelShape
+from mlxft.planning.workload import Workload
+from mlxft.segmented.build import GradientPlan
+
+log = logging.getLogger("mlxft")
+
+KINDS = ("whole", "checkpoint", "segmented")
+_POSITIONS = 1024  # of the longer probe, unless attention has to be longer to be as in long rows
+_LONGEST_WINDOW = 512  # that probes are made longer for
+# Of what is measured. Primes: no other axis of a model's arrays is taken for the vocabulary.
+_LAYER_VOCABULARY = 61  # small: the head is not to count
+_HEAD_VOCABULARIES = (2039, 4093)
+_HEAD_TOKENS = (64, 128)
+MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them alive, not more
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What probes measured, for `rows` rows of each of two `lengths`.
+
+    kept: by kind and length, bytes that one layer of each group adds to a step's peak. working: by kind
+    and length, bytes beside those. seconds: by kind and length, of a weight of the layers. head: for 1 to
+    MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary.
+    head_seconds: of a logit, over the hidden width. update: bytes that an optimiser's update takes, over
+    those of what is trained.
+    """
+
+    rows: int
+    lengths: tuple[int, int]
+    kept: dict[str, list[list[float]]]
+    working: dict[str, list[float]]
+    seconds: dict[str, list[float]]
+    head: list[list[float]]
+    head_seconds: float
+    update: float
+
+
+def calibrate(shape: ModelShape, config: Config, wanted: Workload) -> Calibration:
+    """Returns the calibration for rows like those of `wanted`, measured now or kept from before.
+
+    Probes change the modules of `shape`; its numbers stay as they are.
+    """
+    lengths = probe_lengths(shape, wanted)
+    path = _cache_folder() / f"{_key(config, shape, wanted.rows, lengths)}.json"
+    known = _kept(path)
+    if known is not None:
+        return known
+    began = time.perf_counter()
+    measured = _Probes(shape, config, wanted, lengths).measure()
+    log.info("a layer's memory and time, measured in %.1f s: kept in %s", time.perf_counter() - began, path)
+    _keep(path, measured)
+    return measured
+
+
+def probe_lengths(shape: ModelShape, wanted: Workload) -> tuple[int, int]:
+    """Returns the two lengths of rows that are probed, at most the one that is wanted.
+
+    Attention keeps the scores of short rows and makes those of long ones again, block by block; a sliding
+    window changes longer rows only. What is wanted is told from two probes that are long in both ways.
+    """
+    is_fused = backend() == "cuda" and shape.item_bytes == 2
+    blocked = 0.0 if is_fused else math.sqrt(scores_bytes() / (4 * wanted.rows * shape.num_heads))
+    window = shape.window if shape.window and shape.window <= _LONGEST_WINDOW else 0
+    long = math.ceil(max(blocked + 1, 2 * window, _POSITIONS / 2 / wanted.rows))
+    multiple = shape_multiple()
+    longer = min(2 * -(-long // multiple) * multiple, wanted.length)
+    return max(longer // 2 // multiple, 1) * multiple, longer
+
+
+class _Probes:
+    """Small models of a shape, and what they took."""
+
+    def __init__(self, shape: ModelShape, config: Config, wanted: Workload, lengths: tuple[int, int]):
+        self.shape, self.config, self.wanted, self.lengths = shape, config, wanted, lengths
+        self.model = ProbeModel(shape, config)
+        self.in_flight = 1 if backend() == "cpu" else 2
+        groups = shape.groups
+        # The first layer of all has no gradient to hand on: where it is its group's, one more.
+        self.base = [group.indices[0] for group in groups] if len(groups) > 1 else list(groups[0].indices[:2])
+        self.of_base = [
+            sum(index in group.indices for index in self.base) for group in groups
+        ]  # layers of each group
+
+    def measure(self) -> Calibration:
+        """Returns everything."""
+        shape, groups = self.shape, self.shape.groups
+        self.model.cut(_LAYER_VOCABULARY)
+        weights = sum(group.weight_values * n for group, n in zip(groups, self.of_base, strict=True))
+        kept: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+        working: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        update = 0.0
+        for length in self.lengths:
+            for kind in KINDS:
+                cost, update_bytes = self._step(self.base, kind, length)
+                update = update_bytes / self.model.trained_bytes()
+                if kind == "segmented":
+                    entering = shape.width * shape.item_bytes * self.wanted.rows * length
+                    added = [float(entering * group.is_walked) for group in groups]
+                else:
+                    added = [self._added(group.indices, kind, length, cost) for group in groups]
+                own = sum(each * n for each, n in zip(added, self.of_base, strict=True))
+                kept[kind].append(added)
+                working[kind].append(max(cost.num_bytes - own, 0.0))
+                seconds[kind].append(cost.seconds / weights)
+        head, head_seconds = self._head()
+        return Calibration(self.wanted.rows, self.lengths, kept, working, seconds, head, head_seconds, update)
+
+    def _step(self, indices: Sequence[int], kind: str, length: int) -> tuple[Cost, float]:
+        self.model.choose(indices)
+        # The first time a GPU compiles; the longer one's time counts most.
+        repeat = 2 if length == self.lengths[1] or backend() != "cpu" else 1
+        return self.model.step(GradientPlan(kind, 1, self.in_flight), self.wanted.rows, length, repeat)
+
+    def _added(self, indices: Sequence[int], kind: str, length: int, base: Cost) -> float:
+        """Returns the bytes that one more layer of a group adds; 0 where the base has all of them."""
+        more = next((index for index in indices if index not in self.base), None)
+        if more is None:
+            return 0.0
+        self.model.choose([*self.base, more])
+        cost, _ = self.model.step(GradientPlan(kind, 1, self.in_flight), self.wanted.rows, length)
+        return max(cost.num_bytes - base.num_bytes, 0.0)
+
+    def _head(self) -> tuple[list[list[float]], float]:
+        """Returns what `Calibration.head` says, and the seconds of a product."""
+        objective, (small, large), (few, many) = self.config.trainer.objective, _HEAD_TOKENS, _HEAD_VOCABULARIES
+        costs: dict[tuple[int, int, int], Cost] = {}
+        for vocabulary, tokens in ((few, small), (few, large), (many, small)):
+            self.model.cut(vocabulary)
+            for chunks in range(1, MOST_CHUNKS + 1):
+                chunk = tokens if chunks > 1 else None
+                costs[chunks, tokens, vocabulary] = self.model.head(objective, tokens * chunks, chunk)
+        figures = []
+        for chunks in range(1, MOST_CHUNKS + 1):
+            # bytes = logit x tokens x vocabulary + token x tokens x chunks + word x vocabulary
+            one = costs[chunks, small, few].num_bytes
+            by_token = (costs[chunks, large, few].num_bytes - one) / (large - small)
+            by_word = (costs[chunks, small, many].num_bytes - one) / (many - few)
+            logit = (by_token * small + by_word * few - one) / (small * few)
+            figures.append([logit, (by_token - logit * few) / chunks, by_word - logit * small])
+        products = large * MOST_CHUNKS * few * self.shape.width
+        return figures, costs[MOST_CHUNKS, large, few].seconds / products
+
+
+def _key(config: Config, shape: ModelShape, rows: int, lengths: tuple[int, int]) -> str:
+    """Returns a name for all that the figures depend on."""
+    groups = [(group.is_walked, group.arrays) for group in shape.groups]
+    about = {
+        "machine": (platform.node(), platform.machine(), str(mx.device_info().get("device_name"))),
+        "backend": (backend(), os.cpu_count(), num_threads()),
+        "versions": (version("mlx"), version("mlx-lm"), mlxft.__version__, _code()),
+        "shape": (type(shape.view).__name__, groups, shape.width, shape.num_heads, shape.window),
+        "adapter": (config.adapter.dropout, config.adapter.kind),
+        "optimizer": asdict(config.optimizer),
+        "how": (config.trainer.deterministic, config.trainer.objective == "sft"),
+        "probes": (rows, lengths),
+    }
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+
+
+def _code() -> str:
+    """Returns a digest of the code whose memory is measured."""
+    digest = hashlib.sha256()
+    root = Path(mlxft.__file__).parent
+    for package in ("layouts", "losses", "models", "planning", "segmented"):
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "mlxft" / "plans"
+
+
+def _kept(path: Path) -> Optional[Calibration]:
+    """Returns what was kept, or None: not there, or damaged, and so measured again."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Calibration(lengths=tuple(values.pop("lengths")), **values)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(path: Path, calibration: Calibration) -> None:
+    """Writes the figures for later; where that cannot be, this run has them all the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.stem}.{os.getpid()}.json")
+        aside.write_text(json.dumps(asdict(calibration)), encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        log.warning("the measured figures are not kept for later: %s", error)

@@ -1,0 +1,181 @@
+"""The plan a run takes: what was asked for, or the fastest that fits into memory; else what would fit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from mlxft.available_memory import memory_limit_bytes
+from mlxft.backend import backend
+from mlxft.config.schema import Config
+from mlxft.errors import GuardStop
+from mlxft.planning.calibrate import calibrate
+from mlxft.planning.predict import Prediction, Predictor, resting_bytes, upper_bound
+from mlxft.planning.shape import ModelShape, model_bytes_in, shape_in
+from mlxft.planning.workload import Workload
+from mlxft.segmented.build import GradientPlan
+
+SEGMENT_LAYERS = (1, 2, 4)
+_OBVIOUS_SHARE = 1 / 4  # of the limit: a bound below it needs no probe
+_NEAR_SHARE = 1 / 2  # of the limit: a prediction above it is tried
+_AS_FAST = 1.05  # seconds apart by less are no reason
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken and why. peak_bytes: predicted, or, where `is_bound`, what it stays below.
+
+    help: what would fit, where nothing does.
+    """
+
+    plan: GradientPlan
+    peak_bytes: int
+    limit_bytes: int
+    is_bound: bool
+    wanted: Workload
+    help: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def is_near(self) -> bool:
+        """True where the longest batch is worth a trial.
+
+        The prediction is within a fifth on what was measured; layouts, families and backends that were
+        not could be twice as far off as it thinks, no further.
+        """
+        return self.peak_bytes > _NEAR_SHARE * self.limit_bytes
+
+    def __str__(self) -> str:
+        what = "less than" if self.is_bound else "about"
+        return f"{self.plan}; peak {what} {_gigabytes(self.peak_bytes)} of {_gigabytes(self.limit_bytes)} GB"
+
+
+class Planner:
+    """Predicts and chooses for one model, configuration and largest micro-batch.
+
+    shape: of the model, loaded or not; a shape of its own is made of the headers in `folder` for probes.
+    reference: the folder of a model that is the reference of the loss.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        wanted: Workload,
+        shape: ModelShape,
+        reference: Optional[Path] = None,
+    ):
+        self.config, self.folder, self.wanted, self.shape = config, folder, wanted, shape
+        reference_bytes = model_bytes_in(reference, config.model.dtype) if reference else 0
+        self.resting_bytes = resting_bytes(shape, config, reference_bytes)
+        self.limit_bytes = memory_limit_bytes(config.trainer.memory_limit)
+        self.bound_bytes = upper_bound(shape, config, self.resting_bytes, wanted)
+        self._predictor: Optional[Predictor] = None
+
+    @property
+    def predictor(self) -> Predictor:
+        """What predicts, calibrated when it is first asked for."""
+        if self._predictor is None:
+            calibration = calibrate(shape_in(self.config, self.folder), self.config, self.wanted)
+            self._predictor = Predictor(self.shape, self.config, self.resting_bytes, calibration)
+        return self._predictor
+
+    def plans(self) -> list[GradientPlan]:
+        """Returns what the configuration leaves to choose from, every kind for trainer.gradient=auto."""
+        trainer = self.config.trainer
+        sizes = SEGMENT_LAYERS if trainer.segment_layers == "auto" else (trainer.segment_layers,)
+        segmented = [GradientPlan("segmented", size, self._in_flight()) for size in sizes]
+        if trainer.gradient == "segmented":
+            return segmented
+        if trainer.gradient != "auto":
+            return [GradientPlan(trainer.gradient)]
+        if not self.shape.view.in_parts:
+            return [GradientPlan("whole")]
+        return [GradientPlan("whole"), GradientPlan("checkpoint"), *segmented]
+
+    def choose(self, before: Optional[GradientPlan] = None) -> Choice:
+        """Returns what is taken. before: the plan of the run that is continued, kept if it fits."""
+        plans = self.plans()
+        first = before if before in plans else plans[0]
+        if self.bound_bytes < _OBVIOUS_SHARE * self.limit_bytes or not self.shape.can_probe:
+            fits = self.bound_bytes <= self.limit_bytes
+            plan = first if fits or len(plans) == 1 else GradientPlan("segmented", 1, self._in_flight())
+            return Choice(plan, self.bound_bytes, self.limit_bytes, True, self.wanted)
+        taken = fastest([self.predictor(plan, self.wanted) for plan in plans], self.limit_bytes)
+        if before in plans:
+            again = self.predictor(before, self.wanted)
+            taken = again if again.peak_bytes <= self.limit_bytes else taken
+        help = self.what_fits(taken.plan) if taken.peak_bytes > _NEAR_SHARE * self.limit_bytes else ""
+        return Choice(taken.plan, taken.peak_bytes, self.limit_bytes, False, self.wanted, help)
+
+    def what_fits(self, asked: GradientPlan) -> str:
+        """Returns, as a sentence, what of other backwards, shorter rows and fewer of them fits the limit."""
+        data, limit, wanted = self.config.data, self.limit_bytes, self.wanted
+        segmented = [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
+        least = min((self.predictor(plan, wanted) for plan in segmented), key=lambda each: each.peak_bytes)
+        options = []
+        if least.peak_bytes <= limit and asked.kind != "segmented":
+            options.append(f"trainer=segmented (about {_gigabytes(least.peak_bytes)} GB)")
+        for plan in dict.fromkeys((asked, least.plan)):
+            name = f"trainer.gradient={plan.kind}"
+            length = self.predictor.longest(plan, wanted, limit, wanted.length)
+            if 1 < length < wanted.length:
+                options.append(f"data.max_length={length + 1} with {name}")
+            rows = self.predictor.most_rows(plan, wanted, limit)
+            if 0 < rows < wanted.rows:
+                fewer = f"data.batch_size={rows}"
+                if data.batch_tokens is not None:
+                    fewer = f"data.batch_tokens={rows * wanted.length}"
+                options.append(f"{fewer} with {name}")
+        if not options:
+            return "Nothing that was looked at fits: it takes a smaller model, or adapter=lora, or more memory"
+        return "By prediction these fit: " + "; ".join(options)
+
+    def _in_flight(self) -> int:
+        # Waiting after each segment leaves a GPU idle while the next one is prepared.
+        asked = self.config.trainer.in_flight
+        return (1 if backend() == "cpu" else 2) if asked == "auto" else asked
+
+
+def fastest(predictions: Sequence[Prediction], limit: int) -> Prediction:
+    """Returns the fastest of those that fit, of equally fast ones that of least memory; else the smallest."""
+    fitting = [each for each in predictions if each.peak_bytes <= limit]
+    if not fitting:
+        return min(predictions, key=lambda each: each.peak_bytes)
+    whole = [each for each in fitting if each.plan.kind == "whole"]
+    if whole:  # nothing computes less
+        return whole[0]
+    best = min(each.seconds for each in fitting)
+    return min(
+        (each for each in fitting if each.seconds <= _AS_FAST * best), key=lambda each: each.peak_bytes
+    )
+
+
+def refuse(choice: Choice) -> None:
+    """Raises GuardStop where a CPU would be out of memory: the kernel would end the process, or swap.
+
+    A bound is no prediction: what it says may well fit. A GPU's allocator says so itself.
+    """
+    if choice.fits or choice.is_bound or backend() != "cpu":
+        return
+    raise GuardStop(
+        f"the longest batch ({choice.wanted}) does not fit: {choice.plan} takes about "
+        f"{_gigabytes(choice.peak_bytes)} GB and there are {_gigabytes(choice.limit_bytes)} "
+        f"(trainer.memory_limit). {choice.help}"
+    )
+
+
+def try_longest(attempt: Callable[[], object], choice: Choice) -> None:
+    """Runs `attempt`, a gradient of the longest batch. Raises: GuardStop with what would fit."""
+    try:
+        attempt()
+    except GuardStop as error:
+        raise GuardStop(f"{error}. {choice.help}" if choice.help else str(error)) from error
+
+
+def _gigabytes(num_bytes: int) -> str:
+    """Returns GB of 10^9 bytes in two digits or three."""
+    return f"{num_bytes / 1e9:.2f}" if num_bytes < 10e9 else f"{num_bytes / 1e9:.1f}"
