@@ -3,7 +3,13 @@
 from mlxft.losses.cpo import cpo_loss, cpo_metrics
 from mlxft.losses.dpo import DPO_VARIANTS, check_variant, dpo_loss, dpo_metrics
 from mlxft.losses.kto import kto_kl, kto_loss, kto_metrics
-from mlxft.losses.linear_cross_entropy import Head, linear_cross_entropy, linear_logps
+from mlxft.losses.linear_cross_entropy import (
+    Head,
+    linear_cross_entropy,
+    linear_logps,
+    stepped_cross_entropy,
+    stepped_gradients,
+)
 from mlxft.losses.log_probabilities import row_sums
 from mlxft.losses.orpo import log_odds_ratio, orpo_loss, orpo_metrics
 from mlxft.losses.sft import sft_loss
@@ -22,6 +28,8 @@ __all__ = [
     "kto_metrics",
     "linear_cross_entropy",
     "linear_logps",
+    "stepped_cross_entropy",
+    "stepped_gradients",
     "log_odds_ratio",
     "orpo_loss",
     "orpo_metrics",

@@ -126,6 +126,51 @@ def _with_gradient(head: Head, targets: mx.array, weights: mx.array, chunk: int)
     return forward
 
 
+def stepped_gradients(
+    head: Head, hidden: mx.array, targets: mx.array, loss_of: Callable, chunk: int
+) -> tuple[Any, Any, mx.array]:
+    """Returns loss_of's value and the gradients of head.params and hidden, evaluated chunk by chunk.
+
+    loss_of: (M,) log-probabilities -> (loss, metrics). For use outside of any graph: what is evaluated
+    within one keeps all that it was made of, and a GPU frees nothing of what it was given to do together.
+    """
+    spans = [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
+    parts = []
+    for span in spans:
+        parts.append(_token_logps(head.apply(head.params, hidden[span]), targets[span]))
+        mx.eval(parts[-1])
+    value, d_logps = mx.value_and_grad(loss_of)(mx.concatenate(parts))
+    mx.eval(value, d_logps)
+    _, d_params, d_hidden = _weighted_steps(head, hidden, targets, -d_logps, spans)
+    return value, d_params, d_hidden
+
+
+def stepped_cross_entropy(
+    head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, chunk: int
+) -> tuple[mx.array, Any, mx.array]:
+    """Returns `linear_cross_entropy` and its gradients of head.params and hidden, as `stepped_gradients`.
+
+    A chunk's logits are made once for both.
+    """
+    spans = [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
+    return _weighted_steps(head, hidden, targets, weights, spans)
+
+
+def _weighted_steps(head: Head, hidden, targets, weights, spans: list[slice]):
+    loss, d_params, d_hidden = mx.zeros(()), head.params, []
+    for span in spans:
+
+        def weighted(params, rows, span=span):
+            return -(weights[span] * _token_logps(head.apply(params, rows), targets[span])).sum()
+
+        part, (d_part, d_rows) = _value_and_gradients(weighted, head.params, hidden[span])
+        d_params = tree_map(mx.add, d_params, d_part) if d_hidden else d_part
+        loss = loss + part
+        d_hidden.append(d_rows)
+        mx.eval(loss, d_params, d_rows)
+    return loss, d_params, mx.concatenate(d_hidden)
+
+
 def _value_and_gradients(function: Callable, params: Any, rows: mx.array) -> tuple[mx.array, tuple]:
     if params:
         return mx.value_and_grad(function, argnums=(0, 1))(params, rows)

@@ -31,8 +31,16 @@ _MAX_SEEN = 512  # layouts remembered, to know which come again
 class Objective(Protocol):
     """What a gradient needs of an objective (training/objectives has them)."""
 
+    head: Any  # with chunk_for(number of targets)
+
     def loss(self, head: Head, hidden: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
         """Returns the weighted loss and metrics of hidden states (B, T, H)."""
+
+    def loss_of(self, logps: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
+        """Returns the same for the log-probabilities (M,) of the inputs' targets."""
+
+    def token_weights(self, inputs: dict[str, mx.array]) -> Optional[mx.array]:
+        """Returns what each target's -log p counts (M,) if the loss is their sum, None if it is not."""
 
 
 class Gradient:
@@ -116,6 +124,11 @@ class Gradient:
 def trained_head(view: DecoderView, differentiated: bool = False) -> Head:
     """Returns the head with its trainable arrays as they are on the module now."""
     return Head(view.head, view.head_module.trainable_parameters(), differentiated)
+
+
+def target_rows(hidden: mx.array, inputs: dict[str, mx.array]) -> mx.array:
+    """Returns the hidden states (M, H) that predict the inputs' targets, of hidden (B, T, H)."""
+    return hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
 
 
 def hidden_states(

@@ -15,8 +15,9 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
+from mlxft.losses import stepped_cross_entropy, stepped_gradients
 from mlxft.models.decoder import DecoderView, State
-from mlxft.segmented.gradients import Objective, Observer, Result, trained_head
+from mlxft.segmented.gradients import Objective, Observer, Result, target_rows, trained_head
 from mlxft.segmented.programs import Segment, SegmentRunner
 
 Arrays = dict[str, mx.array]
@@ -49,6 +50,8 @@ class SegmentedGradient:
         self.observe = observe
         self._runner = SegmentRunner(compiled)
         self._below, self._walked = _segments(view, segment_layers)
+        paths = {id(module): path for path, module in view.model.named_modules()}
+        self._head_path = paths[id(view.head_module)]
 
     def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
         cache = TrainingCache(layout, repeatable=self.repeatable)
@@ -95,15 +98,46 @@ class SegmentedGradient:
 
     def _head(self, outside: Arrays, state: State, inputs) -> tuple[mx.array, dict, State, Arrays]:
         """Returns loss, metrics, the gradient of the last state, and those of the arrays outside."""
-
-        def head(outside, state):
-            self.view.model.update(tree_unflatten(list(outside.items())))
-            return self.objective.loss(trained_head(self.view, True), self.view.finish(state), inputs)
-
-        (loss, metrics), (d_outside, d_state) = mx.value_and_grad(head, argnums=(0, 1))(outside, state)
+        chunk = self.objective.head.chunk_for(inputs["targets"].shape[0])
+        if chunk is None:
+            loss, metrics, d_outside, d_state = self._head_at_once(outside, state, inputs)
+        else:
+            loss, metrics, d_outside, d_state = self._head_in_chunks(outside, state, inputs, chunk)
         mx.eval(loss, metrics, d_outside, d_state)
         self._tell("head", loss)
         return loss, metrics, d_state, d_outside
+
+    def _head_at_once(self, outside: Arrays, state: State, inputs):
+        def head(outside, state):
+            self.view.model.update(tree_unflatten(list(outside.items())))
+            return self.objective.loss(trained_head(self.view), self.view.finish(state), inputs)
+
+        (loss, metrics), (d_outside, d_state) = mx.value_and_grad(head, argnums=(0, 1))(outside, state)
+        return loss, metrics, d_outside, d_state
+
+    def _head_in_chunks(self, outside: Arrays, state: State, inputs, chunk: int):
+        """The same, chunks of targets evaluated one by one: no more than one chunk's logits exist."""
+        names, count = list(outside), len(outside)
+
+        def rows_of(*arrays):
+            self.view.model.update(tree_unflatten(list(zip(names, arrays[:count], strict=True))))
+            return [target_rows(self.view.finish(arrays[count:]), inputs)]
+
+        given = [*outside.values(), *state]
+        rows = rows_of(*given)[0]
+        mx.eval(rows)
+        head, targets = trained_head(self.view), inputs["targets"]
+        weights, metrics = self.objective.token_weights(inputs), {}
+        if weights is None:
+            (loss, metrics), d_head, d_rows = stepped_gradients(
+                head, rows, targets, lambda logps: self.objective.loss_of(logps, inputs), chunk
+            )
+        else:
+            loss, d_head, d_rows = stepped_cross_entropy(head, rows, targets, weights, chunk)
+        gradients = mx.vjp(rows_of, given, [d_rows])[1]
+        d_outside = dict(zip(names, gradients[:count], strict=True))
+        own = {f"{self._head_path}.{name}": array for name, array in tree_flatten(d_head)}
+        return loss, metrics, _added(d_outside, own), tuple(gradients[count:])
 
     def _embedding(self, outside: Arrays, tokens: mx.array, d_state: State) -> Arrays:
         """Returns what the arrays outside of the layers get from below the first layer."""

@@ -16,7 +16,7 @@ from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
 from mlxft.losses import Head, linear_logps
 from mlxft.models.decoder import DecoderView
-from mlxft.segmented.gradients import hidden_states, trained_head
+from mlxft.segmented.gradients import hidden_states, target_rows, trained_head
 
 Row = Any  # what the objective trains on: an Example, a Pair or an Unpaired
 Counts = dict[str, float]
@@ -73,6 +73,12 @@ class Objective(Protocol):
         Sums over a window's micro-batches are the window's values.
         """
 
+    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the same for the log-probabilities (M,) of the inputs' targets."""
+
+    def token_weights(self, inputs: Inputs) -> Optional[mx.array]:
+        """Returns what each target's -log p counts (M,) if the loss is their sum, None if it is not."""
+
 
 @dataclass
 class Targets:
@@ -119,11 +125,6 @@ def target_logps(plan: HeadPlan, head: Head, hidden: mx.array, inputs: Inputs) -
     """Returns the log-probability (M,) of each of the inputs' targets, for hidden (B, T, H)."""
     rows = target_rows(hidden, inputs)
     return linear_logps(rows, head, inputs["targets"], plan.chunk_for(rows.shape[0]))
-
-
-def target_rows(hidden: mx.array, inputs: Inputs) -> mx.array:
-    """Returns the hidden states (M, H) that predict the inputs' targets, of hidden (B, T, H)."""
-    return hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
 
 
 def forward_logps(plan: HeadPlan, view: DecoderView, inputs: Inputs, layout: Layout) -> mx.array:

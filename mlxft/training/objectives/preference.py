@@ -174,7 +174,14 @@ class PairObjective(ABC):
 
     def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
         """Returns the micro-batch's share of the window's loss and metrics."""
-        logps = target_logps(self.head, head, hidden, inputs)
+        return self.loss_of(target_logps(self.head, head, hidden, inputs), inputs)
+
+    def token_weights(self, inputs: Inputs) -> None:
+        """Returns None: what a target counts depends on the others' log-probabilities."""
+        return None
+
+    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the loss and metrics of the targets' log-probabilities (M,)."""
         sums, counts = self.row_logps(logps, inputs), inputs["answer_counts"]
         refs = inputs.get("ref_logps")
         both = (refs[0::2], refs[1::2]) if refs is not None else (None, None)

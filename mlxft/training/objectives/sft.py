@@ -10,6 +10,7 @@ from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger, Group
 from mlxft.losses import Head, linear_cross_entropy
 from mlxft.models.decoder import DecoderView
+from mlxft.segmented.gradients import target_rows
 from mlxft.training.objectives.common import (
     Counts,
     HeadPlan,
@@ -18,7 +19,6 @@ from mlxft.training.objectives.common import (
     Prepared,
     Targets,
     added_up,
-    target_rows,
 )
 
 _NO_PROMPT = np.zeros(0, np.int32)
@@ -47,8 +47,16 @@ class Sft:
             targets.add(row, example.tokens, example.mask, weights=1.0 / max(counts["tokens"], 1))
         return Prepared(targets.inputs(self.arranger.multiple), arranged.layout, arranged.num_positions)
 
+    def token_weights(self, inputs: Inputs) -> mx.array:
+        """Returns what each target's -log p (M,) counts in the loss, which is their sum."""
+        return inputs["weights"]
+
+    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the loss of the targets' log-probabilities (M,); there are no other metrics."""
+        return -(inputs["weights"] * logps).sum(), {}
+
     def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the micro-batch's share of the window's loss; there are no other metrics."""
+        """Returns the micro-batch's share of the window's loss."""
         rows, targets = target_rows(hidden, inputs), inputs["targets"]
         chunk = self.head.chunk_for(rows.shape[0])
         return linear_cross_entropy(rows, head, targets, inputs["weights"], chunk), {}

@@ -111,7 +111,14 @@ class Kto:
 
     def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
         """Returns the micro-batch's share of the window's loss and metrics."""
-        logps = target_logps(self.head, head, hidden, inputs)
+        return self.loss_of(target_logps(self.head, head, hidden, inputs), inputs)
+
+    def token_weights(self, inputs: Inputs) -> None:
+        """Returns None: what a target counts depends on the others' log-probabilities."""
+        return None
+
+    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the loss and metrics of the targets' log-probabilities (M,)."""
         logps = row_sums(logps, inputs["row"], inputs["weights"].shape[0])
         refs, labels, kl, settings = inputs["ref_logps"], inputs["labels"], inputs["kl"], self.settings
         terms = kto_loss(
