@@ -254,6 +254,33 @@ Takes whatever mlxft train takes and checks it in the same way. Keys and default
 {training_keys(read)}"""
 
 
+def _plan(arguments: list[str]) -> int:
+    from mlxft.planning.command import main as run
+
+    return run(arguments)
+
+
+def _plan_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import training_keys
+
+    return f"""\
+usage: mlxft plan [--json] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
+
+Says what a run will take in memory and time, for each way to run the backward, and which one it would take.
+Of the model only headers and the tokenizer are read; a few layers of its shape are tried once and remembered.
+
+  mlxft plan +recipe=quickstart
+  mlxft plan model=smollm2 data.train=rows.jsonl data.max_length=8192 data.batch_size=1
+  mlxft plan +recipe=quickstart trainer.memory_limit=4 --json
+
+--json prints one JSON object on standard output, sizes in bytes.
+
+Takes whatever mlxft train takes and checks it in the same way. Keys and their defaults:
+
+{training_keys(COMMANDS["plan"].uses)}"""
+
+
 def _recipes(arguments: list[str]) -> int:
     from mlxft.config.recipes import find_recipe, find_recipes
 
@@ -331,6 +358,7 @@ COMMANDS = {
     "eval": Command("loss and perplexity of a file of rows", _eval_help, _eval),
     "generate": Command("one answer of a model", _generate_help, _generate),
     "preview": Command("what training will see of the rows", _preview_help, _preview),
+    "plan": Command("memory and time a run will take", _plan_help, _plan),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
     "doctor": Command("backend, versions, BLAS, memory and speed of this machine", _doctor_help, _doctor),
 }

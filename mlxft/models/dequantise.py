@@ -31,8 +31,8 @@ def dequantise_where_it_fits(
     need = sum(num_packed_values(module) for _, module in layers) * dtype.size
     if need > _SHARE_OF_MEMORY * free_bytes:
         level = logging.DEBUG if lazily else logging.WARNING
-        log.log(level, "the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB that "
-                    "are free. Quantised products on a CPU are slow: expect 10 to 100 times the time.",
+        log.log(level, "the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB "
+                    "that are free. Each is made dense anew wherever it is used, which takes longer.",
                     need / 1e9, free_bytes / 1e9)
         return False
     left = []

@@ -51,6 +51,11 @@ def resolve(path: str, revision: Optional[str] = None, key: str = "model.path") 
     return checked_folder(found, key)
 
 
+def is_hub_id(path: str) -> bool:
+    """Tells whether `path` is written as a model on the hub is: owner/name."""
+    return _HUB_ID.fullmatch(path) is not None
+
+
 def checked_folder(folder: Path, key: str = "model.path") -> Path:
     """Returns `folder` if it can be read and has a config.json and safetensors weights.
 

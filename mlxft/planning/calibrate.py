@@ -29,6 +29,7 @@ log = logging.getLogger("mlxft")
 
 KINDS = ("whole", "checkpoint", "segmented")
 _POSITIONS = 1024  # of the longer probe, unless attention has to be longer to be as in long rows
+_MOST_ROWS = 4  # of a probe: more cost as much each
 _LONGEST_WINDOW = 512  # that probes are made longer for
 # Of what is measured. Primes: no other axis of a model's arrays is taken for the vocabulary.
 _LAYER_VOCABULARY = 61  # small: the head is not to count
@@ -63,38 +64,39 @@ def calibrate(shape: ModelShape, config: Config, wanted: Workload) -> Calibratio
 
     Probes change the modules of `shape`; its numbers stay as they are.
     """
-    lengths = probe_lengths(shape, wanted)
-    path = _cache_folder() / f"{_key(config, shape, wanted.rows, lengths)}.json"
+    rows = min(wanted.rows, _MOST_ROWS)
+    lengths = probe_lengths(shape, rows, wanted.length)
+    path = _cache_folder() / f"{_key(config, shape, rows, lengths)}.json"
     known = _kept(path)
     if known is not None:
         return known
     began = time.perf_counter()
-    measured = _Probes(shape, config, wanted, lengths).measure()
+    measured = _Probes(shape, config, rows, lengths).measure()
     log.info("a layer's memory and time, measured in %.1f s: kept in %s", time.perf_counter() - began, path)
     _keep(path, measured)
     return measured
 
 
-def probe_lengths(shape: ModelShape, wanted: Workload) -> tuple[int, int]:
-    """Returns the two lengths of rows that are probed, at most the one that is wanted.
+def probe_lengths(shape: ModelShape, rows: int, wanted_length: int) -> tuple[int, int]:
+    """Returns the two lengths that so many rows are probed at, no longer than is wanted.
 
     Attention keeps the scores of short rows and makes those of long ones again, block by block; a sliding
     window changes longer rows only. What is wanted is told from two probes that are long in both ways.
     """
     is_fused = backend() == "cuda" and shape.item_bytes == 2
-    blocked = 0.0 if is_fused else math.sqrt(scores_bytes() / (4 * wanted.rows * shape.num_heads))
+    blocked = 0.0 if is_fused else math.sqrt(scores_bytes() / (4 * rows * shape.num_heads))
     window = shape.window if shape.window and shape.window <= _LONGEST_WINDOW else 0
-    long = math.ceil(max(blocked + 1, 2 * window, _POSITIONS / 2 / wanted.rows))
+    long = math.ceil(max(blocked + 1, 2 * window, _POSITIONS / 2 / rows))
     multiple = shape_multiple()
-    longer = min(2 * -(-long // multiple) * multiple, wanted.length)
+    longer = min(2 * -(-long // multiple) * multiple, wanted_length)
     return max(longer // 2 // multiple, 1) * multiple, longer
 
 
 class _Probes:
     """Small models of a shape, and what they took."""
 
-    def __init__(self, shape: ModelShape, config: Config, wanted: Workload, lengths: tuple[int, int]):
-        self.shape, self.config, self.wanted, self.lengths = shape, config, wanted, lengths
+    def __init__(self, shape: ModelShape, config: Config, rows: int, lengths: tuple[int, int]):
+        self.shape, self.config, self.rows, self.lengths = shape, config, rows, lengths
         self.model = ProbeModel(shape, config)
         self.in_flight = 1 if backend() == "cpu" else 2
         groups = shape.groups
@@ -118,7 +120,7 @@ class _Probes:
                 cost, update_bytes = self._step(self.base, kind, length)
                 update = update_bytes / self.model.trained_bytes()
                 if kind == "segmented":
-                    entering = shape.width * shape.item_bytes * self.wanted.rows * length
+                    entering = shape.width * shape.item_bytes * self.rows * length
                     added = [float(entering * group.is_walked) for group in groups]
                 else:
                     added = [self._added(group.indices, kind, length, cost) for group in groups]
@@ -127,13 +129,12 @@ class _Probes:
                 working[kind].append(max(cost.num_bytes - own, 0.0))
                 seconds[kind].append(cost.seconds / weights)
         head, head_seconds = self._head()
-        return Calibration(self.wanted.rows, self.lengths, kept, working, seconds, head, head_seconds, update)
+        return Calibration(self.rows, self.lengths, kept, working, seconds, head, head_seconds, update)
 
     def _step(self, indices: Sequence[int], kind: str, length: int) -> tuple[Cost, float]:
         self.model.choose(indices)
-        # The first time a GPU compiles; the longer one's time counts most.
-        repeat = 2 if length == self.lengths[1] or backend() != "cpu" else 1
-        return self.model.step(GradientPlan(kind, 1, self.in_flight), self.wanted.rows, length, repeat)
+        repeat = 1 if backend() == "cpu" else 3  # a GPU compiles first
+        return self.model.step(GradientPlan(kind, 1, self.in_flight), self.rows, length, repeat)
 
     def _added(self, indices: Sequence[int], kind: str, length: int, base: Cost) -> float:
         """Returns the bytes that one more layer of a group adds; 0 where the base has all of them."""
@@ -141,12 +142,13 @@ class _Probes:
         if more is None:
             return 0.0
         self.model.choose([*self.base, more])
-        cost, _ = self.model.step(GradientPlan(kind, 1, self.in_flight), self.wanted.rows, length)
+        cost, _ = self.model.step(GradientPlan(kind, 1, self.in_flight), self.rows, length)
         return max(cost.num_bytes - base.num_bytes, 0.0)
 
     def _head(self) -> tuple[list[list[float]], float]:
         """Returns what `Calibration.head` says, and the seconds of a product."""
-        objective, (small, large), (few, many) = self.config.trainer.objective, _HEAD_TOKENS, _HEAD_VOCABULARIES
+        objective = self.config.trainer.objective
+        (small, large), (few, many) = _HEAD_TOKENS, _HEAD_VOCABULARIES
         costs: dict[tuple[int, int, int], Cost] = {}
         for vocabulary, tokens in ((few, small), (few, large), (many, small)):
             self.model.cut(vocabulary)

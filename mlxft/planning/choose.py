@@ -50,7 +50,7 @@ class Choice:
 
     def __str__(self) -> str:
         what = "less than" if self.is_bound else "about"
-        return f"{self.plan}; peak {what} {_gigabytes(self.peak_bytes)} of {_gigabytes(self.limit_bytes)} GB"
+        return f"{self.plan}; peak {what} {gigabytes(self.peak_bytes)} of {gigabytes(self.limit_bytes)} GB"
 
 
 class Planner:
@@ -96,6 +96,12 @@ class Planner:
             return [GradientPlan("whole")]
         return [GradientPlan("whole"), GradientPlan("checkpoint"), *segmented]
 
+    def all_plans(self) -> list[GradientPlan]:
+        """Returns every way to run the backward, and what was asked for."""
+        segmented = [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
+        every = [GradientPlan("whole"), GradientPlan("checkpoint"), *segmented, *self.plans()]
+        return list(dict.fromkeys(every))
+
     def choose(self, before: Optional[GradientPlan] = None) -> Choice:
         """Returns what is taken. before: the plan of the run that is continued, kept if it fits."""
         plans = self.plans()
@@ -118,7 +124,7 @@ class Planner:
         least = min((self.predictor(plan, wanted) for plan in segmented), key=lambda each: each.peak_bytes)
         options = []
         if least.peak_bytes <= limit and asked.kind != "segmented":
-            options.append(f"trainer=segmented (about {_gigabytes(least.peak_bytes)} GB)")
+            options.append(f"trainer=segmented (about {gigabytes(least.peak_bytes)} GB)")
         for plan in dict.fromkeys((asked, least.plan)):
             name = f"trainer.gradient={plan.kind}"
             length = self.predictor.longest(plan, wanted, limit, wanted.length)
@@ -131,7 +137,10 @@ class Planner:
                     fewer = f"data.batch_tokens={rows * wanted.length}"
                 options.append(f"{fewer} with {name}")
         if not options:
-            return "Nothing that was looked at fits: it takes a smaller model, or adapter=lora, or more memory"
+            return (
+                "Nothing that was looked at fits: it takes a smaller model or adapter, a smaller head.chunk, "
+                "or more memory"
+            )
         return "By prediction these fit: " + "; ".join(options)
 
     def _in_flight(self) -> int:
@@ -163,7 +172,7 @@ def refuse(choice: Choice) -> None:
         return
     raise GuardStop(
         f"the longest batch ({choice.wanted}) does not fit: {choice.plan} takes about "
-        f"{_gigabytes(choice.peak_bytes)} GB and there are {_gigabytes(choice.limit_bytes)} "
+        f"{gigabytes(choice.peak_bytes)} GB and there are {gigabytes(choice.limit_bytes)} "
         f"(trainer.memory_limit). {choice.help}"
     )
 
@@ -176,6 +185,6 @@ def try_longest(attempt: Callable[[], object], choice: Choice) -> None:
         raise GuardStop(f"{error}. {choice.help}" if choice.help else str(error)) from error
 
 
-def _gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: int) -> str:
     """Returns GB of 10^9 bytes in two digits or three."""
     return f"{num_bytes / 1e9:.2f}" if num_bytes < 10e9 else f"{num_bytes / 1e9:.1f}"

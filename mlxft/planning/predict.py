@@ -1,11 +1,12 @@
 """From figures of a few layers to the whole model: a step's peak in bytes and its seconds, plan by plan.
 
-    peak = model + optimiser's state + references + the larger of
-           kept of all layers + the larger of head and one layer at work + gradients outside the layers
-           gradients + what the update takes
+peak = model + optimiser's state + references + the larger of
+       kept of all layers + the larger of head and one layer at work + gradients outside the layers
+       gradients + what the update takes
 """
 
 from dataclasses import dataclass
+
 from mlxft.backend import backend
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
@@ -63,7 +64,7 @@ class Predictor:
         return Prediction(plan, int(peak), seconds, int(kept), int(working), int(head))
 
     def longest(self, plan: GradientPlan, wanted: Workload, limit: int, most: int = 2**20) -> int:
-        """Returns the longest rows, up to `most`, with which a batch like `wanted` fits the limit; 0: none."""
+        """Returns the longest rows, up to `most`, of which a batch like `wanted` fits the limit; 0: none."""
         return _largest(lambda length: self(plan, wanted.at(length)).peak_bytes <= limit, most)
 
     def most_rows(self, plan: GradientPlan, wanted: Workload, limit: int) -> int:
@@ -91,7 +92,7 @@ class Predictor:
         return working
 
     def _longer_blocks(self, wanted: Workload) -> float:
-        """Returns what attention blocks take beyond those of the probes: they have so many queries at least."""
+        """Returns what attention blocks take beyond those of the probes: they have a fewest number of queries."""
         if backend() == "cuda" and self.shape.item_bytes == 2:
             return 0.0
 
@@ -115,9 +116,12 @@ class Predictor:
         """Returns the seconds of a step: a weight's at this length, times the weights that are walked."""
         # Layers below the first trained one run forward only, about a third of the work.
         walked = sum(
-            group.count * group.weight_values * (1 if group.is_walked else 1 / 3) for group in self.shape.groups
+            group.count * group.weight_values * (1 if group.is_walked else 1 / 3)
+            for group in self.shape.groups
         )
-        at = {kind: self._seconds_at(both, wanted) * walked for kind, both in self.calibration.seconds.items()}
+        at = {
+            kind: self._seconds_at(both, wanted) * walked for kind, both in self.calibration.seconds.items()
+        }
         whole = at["whole"]
         checkpoint = max(at["checkpoint"], whole)  # it does all that whole does, and more
         each = max(at["segmented"], whole)
@@ -170,7 +174,9 @@ def upper_bound(shape: ModelShape, config: Config, resting_bytes: int, wanted: W
     )
     at_once = HeadPlan(config.head.kind, config.head.chunk).chunk_for(wanted.targets) or wanted.targets
     head = 6 * 4 * at_once * shape.vocabulary + 4 * 4 * wanted.targets * shape.width
-    blocks = 2 * _SCORES_ALIVE * max(scores_bytes(), 4 * wanted.rows * heads * _FEWEST_QUERIES * wanted.length)
+    blocks = (
+        2 * _SCORES_ALIVE * max(scores_bytes(), 4 * wanted.rows * heads * _FEWEST_QUERIES * wanted.length)
+    )
     return int(resting_bytes + layers + head + blocks + 8 * shape.trained_bytes)
 
 

@@ -156,5 +156,7 @@ def _fill_own(module: nn.Module, size: int = 0, cut: int = 0) -> None:
             if mx.issubdtype(value.dtype, mx.floating):
                 module[name] = (0.02 * mx.random.normal(shape, key=mx.random.key(0))).astype(value.dtype)
             else:
-                module[name] = mx.random.randint(0, 2**31 - 1, shape, key=mx.random.key(0)).astype(value.dtype)
+                module[name] = mx.random.randint(0, 2**31 - 1, shape, key=mx.random.key(0)).astype(
+                    value.dtype
+                )
             mx.eval(module[name])

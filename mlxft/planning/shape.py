@@ -19,7 +19,6 @@ from mlxft.models.load import lazy_model
 from mlxft.models.lora import AdapterReport, apply_adapter
 from mlxft.training import optimizer
 
-
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 _PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EXPERTS)
 _EXPERTS_OF_A_TOKEN = 8
@@ -164,7 +163,7 @@ def _groups(view: DecoderView) -> Iterable[LayerGroup]:
 
 
 def _dimensions(module: nn.Module) -> tuple[int, int]:
-    """Returns what a token reads and writes in a layer, for experts in as many as a token is likely sent to."""
+    """Returns what a token reads and writes in a layer, of experts in as many as it is likely sent to."""
     if isinstance(module, _EXPERTS):
         return _EXPERTS_OF_A_TOKEN * module.input_dims, _EXPERTS_OF_A_TOKEN * module.output_dims
     return dimensions(module)

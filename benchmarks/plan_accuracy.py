@@ -1,0 +1,126 @@
+"""Predicted peaks and times against those of real steps, each in a process of its own.
+
+    python benchmarks/plan_accuracy.py [--model FOLDER] [--cases 1x512,4x512,1x2048] [--steps 1]
+    python benchmarks/plan_accuracy.py --tiny
+
+Rows of random tokens, all trained on; one line a case: rows x positions, adapter, backward, what `mlxft
+plan` predicts, `peak_bytes` and `seconds` of the last step in metrics.jsonl. --tiny: 16 layers of width 128,
+4 heads, a vocabulary of 8,192, LoRA of rank 4 on q, v and down, in place of --model. Cases that are predicted
+not to fit this machine are left out.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+TINY = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+LORA = [["trainer.gradient=whole"], ["trainer=checkpoint"], ["trainer=segmented", "trainer.segment_layers=1"]]
+FULL = [LORA[0], LORA[2]]
+TINY_ADAPTER = ["adapter.rank=4", "adapter.targets=[q_proj,v_proj,down_proj]"]
+
+
+def run(command: str, overrides: list[str]) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "mlxft", command, *overrides]
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ)
+
+
+def write_rows(path: Path, rows: int, length: int, vocabulary: int) -> None:
+    random = np.random.default_rng(0)
+    with open(path, "w") as file:
+        for _ in range(rows):
+            tokens = random.integers(3, vocabulary, length + 1).tolist()
+            file.write(json.dumps({"input_ids": tokens, "completion_mask": [1] * len(tokens)}) + "\n")
+
+
+def measure(model: Path, case: tuple[int, int], how: list[str], steps: int, folder: Path) -> None:
+    rows, length = case
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    data = folder / f"{rows}x{length}.jsonl"
+    write_rows(data, rows, length, vocabulary)
+    overrides = [f"model.path={model}", f"data.train={data}", "data.format=tokens", f"data.batch_size={rows}"]
+    overrides += [f"data.max_length={length + 1}", "trainer.epochs=1000", *how]
+    planned = run("plan", ["--json", *overrides])
+    if planned.returncode:
+        raise SystemExit(planned.stderr)
+    plan = json.loads(planned.stdout)
+    kind, layers = plan["taken"]["kind"], plan["taken"]["segment_layers"]
+    names = (kind, layers)
+    said = next(each for each in plan["plans"] if (each["kind"], each["segment_layers"]) == names)
+    adapter = "full" if "adapter=full" in how else "lora"
+    line = f"{rows} x {length:<6} {adapter:<5} {kind + f' {layers}' * (kind == 'segmented'):<12}"
+    if not plan["taken_fits"]:
+        print(f"{line} predicted {said['peak_bytes'] / 1e6:9.1f} MB: does not fit", flush=True)
+        return
+    run_dir = folder / f"run-{rows}x{length}-{adapter}-{kind}-{layers}"
+    trained = run("train", [*overrides, f"trainer.max_steps={steps}", f"run.dir={run_dir}"])
+    if trained.returncode:
+        raise SystemExit(trained.stderr)
+    record = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    peak, seconds = said["peak_bytes"], said["seconds"]
+    print(
+        f"{line} predicted {peak / 1e6:9.1f} MB {seconds:7.2f} s  measured {record['peak_bytes'] / 1e6:9.1f} MB "
+        f"{record['seconds']:7.2f} s  off by {100 * (peak / record['peak_bytes'] - 1):+5.1f}% "
+        f"{100 * (seconds / record['seconds'] - 1):+5.0f}%",
+        flush=True,
+    )
+
+
+def tiny_model(folder: Path) -> Path:
+    """Writes the tiny model with random weights."""
+    import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
+
+    import mlx.core as mx  # isort: skip
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.qwen3 import Model, ModelArgs
+
+    model = Model(ModelArgs.from_dict(TINY))
+    folder.mkdir()
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a folder with a model")
+    parser.add_argument("--tiny", action="store_true", help="the tiny model instead")
+    parser.add_argument("--cases", default=None, help="rows x positions, several with commas")
+    parser.add_argument("--steps", type=int, default=1, help="optimiser steps of each case")
+    options = parser.parse_args()
+    cases = options.cases or ("1x2048,1x4096,4x512" if options.tiny else "1x512,4x512,1x2048,4x2048")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        model = tiny_model(folder / "tiny") if options.tiny else options.model
+        adapter = TINY_ADAPTER if options.tiny else []
+        for case in cases.split(","):
+            rows, length = map(int, case.split("x"))
+            for how in LORA:
+                measure(model, (rows, length), [*how, *adapter], options.steps, folder)
+            for how in FULL:
+                measure(model, (rows, length), [*how, "adapter=full"], options.steps, folder)
+
+
+if __name__ == "__main__":
+    main()
