@@ -13,6 +13,7 @@ import numpy as np
 from mlxft.errors import InputError
 from mlxft.layouts.arrange import Arranger, Group
 from mlxft.layouts.cache import TrainingCache
+from mlxft.layouts.pieces import padded
 from mlxft.models.asked import logits_with_windows
 
 # Largest difference of logits, root mean square over that of the logits, by the type of the hidden states.
@@ -40,6 +41,17 @@ def check(made) -> None:
             f"models of type {made.family!r} cannot be trained yet: their code does not run layer by layer "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def halves_agree(made, index: int) -> bool:
+    """Returns whether a layer's two halves, one after the other, give what the layer gives."""
+    width = made.embed(mx.zeros((1, 1), mx.int32))[0]
+    hidden = mx.random.normal((1, _PROMPT, width.shape[-1]), key=mx.random.key(0)).astype(width.dtype)
+    cache = TrainingCache(padded(_PROMPT))
+    with made.active():
+        expected = made.run((hidden,), index, index + 1, cache)[0]
+        found = made.run_half(made.run_half(hidden, index, "attention", cache), index, "mlp", cache)
+    return _difference(found, expected) <= TOLERANCE.get(found.dtype, TOLERANCE[mx.float32])
 
 
 def _group(made) -> Group:

@@ -19,12 +19,14 @@ from mlxft.layouts.arrange import LAYOUTS
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.install import layouts_installed
 from mlxft.models.asked import windows_asked
-from mlxft.models.check import check
+from mlxft.models.check import check, halves_agree
 from mlxft.models.frozen_linear import quantised_at_dense_speed
 
 __all__ = ["DecoderView", "State", "check", "model_type", "unchecked_view", "view"]
 
 State = tuple[mx.array, ...]
+
+_HALVES = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
 class DecoderView:
@@ -126,6 +128,19 @@ class DecoderView:
         for layer, window in zip(self.layers[start:stop], self.windows()[start:stop], strict=True):
             hidden = layer(hidden, cache.make_mask(hidden.shape[1], window_size=window), cache)
         return (hidden,)
+
+    def has_halves(self, index: int) -> bool:
+        """True if the layer is attention, then an MLP, each added to what enters it, and nothing else."""
+        names = {name for name, value in self.layers[index].items() if isinstance(value, nn.Module)}
+        return self.layers_are_alike and names == _HALVES and halves_agree(self, index)
+
+    def run_half(self, hidden: mx.array, index: int, half: str, cache: TrainingCache) -> mx.array:
+        """Returns the hidden states (B, T, H) after one half of a layer: "attention" or "mlp"."""
+        layer = self.layers[index]
+        if half == "mlp":
+            return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        mask = cache.make_mask(hidden.shape[1], window_size=self.windows()[index])
+        return hidden + layer.self_attn(layer.input_layernorm(hidden), mask, cache)
 
     def finish(self, state: State) -> mx.array:
         """Returns the hidden states (B, T, H) that the head reads."""

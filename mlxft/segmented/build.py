@@ -15,16 +15,20 @@ AnyGradient = Union[Gradient, SegmentedGradient]
 class GradientPlan:
     """How a backward is run. kind: whole, checkpoint or segmented, to which the rest belongs.
 
-    segment_layers: layers of a segment. in_flight: segments submitted before one is waited for.
+    segment_layers: layers of a segment. in_flight: segments submitted before one is waited for. halves:
+    each layer's attention and MLP apart.
     """
 
     kind: str = "whole"
     segment_layers: int = 1
     in_flight: int = 1
+    halves: bool = False
 
     def __str__(self) -> str:
         if self.kind != "segmented":
             return self.kind
+        if self.halves:
+            return "segmented, half a layer a segment"
         layers = "1 layer" if self.segment_layers == 1 else f"{self.segment_layers} layers"
         return f"segmented, {layers} a segment"
 
@@ -39,7 +43,7 @@ def build(
     """Returns gradient(params, inputs, layout) -> (loss, metrics, gradients), compiled on a GPU."""
     compiled = backend() != "cpu"
     if plan.kind == "segmented":
-        how = plan.segment_layers, plan.in_flight, compiled, repeatable, observe
+        how = plan.segment_layers, plan.in_flight, compiled, repeatable, observe, plan.halves
         return SegmentedGradient(view, objective, *how)
     # Phases cannot be told apart in one program.
     return Gradient(view, objective, plan.kind, compiled and observe is None, repeatable, observe)

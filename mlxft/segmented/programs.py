@@ -22,19 +22,25 @@ _MAX_PROGRAMS = 128  # kept: one for each kind of segment, layout and shape stil
 class Segment:
     """Layers [start, stop) of a model, and their arrays by name. paths: the layers' own names."""
 
+    part = "whole"
+
     def __init__(self, view: DecoderView, start: int, stop: int, paths: list[str]):
         self.view, self.start, self.stop = view, start, stop
         self._slots = {
             f"{path}.{name}": (module, attribute)
             for index, path in zip(range(start, stop), paths[start:stop], strict=True)
             for name, module, attribute in parameters_of(view.layers[index])
+            if self._has(name)
         }
+
+    def _has(self, name: str) -> bool:
+        return True
 
     @cached_property
     def kind(self) -> Hashable:
         """What two segments have equal if one program serves both."""
         layers = tuple(kind_of(layer) for layer in self.view.layers[self.start : self.stop])
-        return layers, None if self.view.layers_are_alike else self.start
+        return self.part, layers, None if self.view.layers_are_alike else self.start
 
     @cached_property
     def trained(self) -> list[str]:
@@ -57,11 +63,29 @@ class Segment:
             module[attribute] = array
 
     def run(self, state: State, cache: TrainingCache) -> State:
+        """Returns the state after the layers."""
         return self.view.run(state, self.start, self.stop, cache)
 
 
+class Half(Segment):
+    """The attention or the MLP of one layer, with the norm before it."""
+
+    def __init__(self, view: DecoderView, index: int, half: str, paths: list[str]):
+        self.part = half
+        super().__init__(view, index, index + 1, paths)
+
+    def _has(self, name: str) -> bool:
+        of_mlp = name.startswith(("mlp.", "post_attention_layernorm."))
+        return of_mlp == (self.part == "mlp")
+
+    def run(self, state: State, cache: TrainingCache) -> State:
+        """Returns the state after the half."""
+        hidden, *rest = state
+        return self.view.run_half(hidden, self.start, self.part, cache), *rest
+
+
 class SegmentRunner:
-    """Runs segments forward and backward in one layout. compiled: by programs that outlive the call."""
+    """Runs segments and halves forward and backward in one layout. compiled: by programs that outlive the call."""
 
     def __init__(self, compiled: bool):
         self.compiled = compiled

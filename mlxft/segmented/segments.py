@@ -18,9 +18,11 @@ from mlxft.layouts.pieces import Layout
 from mlxft.losses import stepped_cross_entropy, stepped_gradients
 from mlxft.models.decoder import DecoderView, State
 from mlxft.segmented.gradients import Objective, Observer, Result, target_rows, trained_head
-from mlxft.segmented.programs import Segment, SegmentRunner
+from mlxft.segmented.programs import Half, Segment, SegmentRunner
 
 Arrays = dict[str, mx.array]
+
+_MLP_TOKENS = 16_384  # whose MLP is computed at once, of layers in halves
 
 
 class SegmentedGradient:
@@ -28,7 +30,8 @@ class SegmentedGradient:
 
     segment_layers: layers of a segment. in_flight: segments that may be submitted before the first of
     them is waited for; each keeps its activations alive, waiting costs a GPU speed. compiled: one
-    program for all segments alike. Other arguments as in `Gradient`.
+    program for all segments alike. halves: walk attention and MLP of a layer apart, where it is made of
+    these two; with segments of one layer. Other arguments as in `Gradient`.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class SegmentedGradient:
         compiled: bool = False,
         repeatable: bool = False,
         observe: Optional[Observer] = None,
+        halves: bool = False,
     ):
         self.view = view
         self.objective = objective
@@ -49,9 +53,11 @@ class SegmentedGradient:
         self.repeatable = repeatable
         self.observe = observe
         self._runner = SegmentRunner(compiled)
-        self._below, self._walked = _segments(view, segment_layers)
-        paths = {id(module): path for path, module in view.model.named_modules()}
-        self._head_path = paths[id(view.head_module)]
+        names = {id(module): path for path, module in view.model.named_modules()}
+        self._head_path = names[id(view.head_module)]
+        paths = [names[id(layer)] for layer in view.layers]
+        self._below, self._walked = _segments(view, segment_layers, paths)
+        self._halves = _halves(view, self._walked, paths) if halves else {}
 
     def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
         cache = TrainingCache(layout, repeatable=self.repeatable)
@@ -69,13 +75,34 @@ class SegmentedGradient:
         del state
         waiting = _Waiting(self.in_flight)
         for segment in reversed(self._walked):
-            d_state, own = self._runner.backward(segment, entering.pop(), d_state, cache, key)
+            backward = self._by_halves if segment.start in self._halves else self._runner.backward
+            d_state, own = backward(segment, entering.pop(), d_state, cache, key)
             gradients |= own
             waiting.submit([own, d_state if entering or self.view.embedding_trains else []])
         if self.view.embedding_trains:
             gradients = _added(gradients, self._embedding(self._outside(params), tokens, d_state))
         self._tell("backward", gradients)
         return loss, metrics, tree_map_with_path(lambda path, _: gradients[path], params)
+
+    def _by_halves(self, segment: Segment, state: State, d_state: State, cache: TrainingCache, key):
+        """A layer's backward in two: its attention runs forward once more, and less is alive at once.
+
+        The MLP takes each token by itself, and so many of them at once.
+        """
+        attention, mlp = self._halves[segment.start]
+        (middle,) = self._runner.forward(attention, state, cache, key)
+        mx.eval(middle)
+        # With dropout all at once: the masks are made for the whole row.
+        at_once = middle.shape[1] if key is not None else _MLP_TOKENS
+        own, parts = {}, []
+        for start in range(0, middle.shape[1], at_once):
+            span = slice(start, start + at_once)
+            (d_part,), d_own = self._runner.backward(mlp, (middle[:, span],), (d_state[0][:, span],), cache, key)
+            own = _added(own, d_own) if parts else d_own
+            mx.eval(d_part, own)
+            parts.append(d_part)
+        d_state, d_own = self._runner.backward(attention, state, (mx.concatenate(parts, axis=1),), cache, key)
+        return d_state, own | d_own
 
     def _outside(self, params: Any) -> Arrays:
         """Returns the trainable arrays that are in no layer."""
@@ -155,15 +182,26 @@ class SegmentedGradient:
             self.observe(phase, arrays)
 
 
-def _segments(view: DecoderView, size: int) -> tuple[list[Segment], list[Segment]]:
+def _segments(view: DecoderView, size: int, paths: list[str]) -> tuple[list[Segment], list[Segment]]:
     """Returns the layers below the first trained one, and the segments to walk; the last are full."""
-    names = {id(module): path for path, module in view.model.named_modules()}
-    paths = [names[id(layer)] for layer in view.layers]
     lowest, count = view.lowest_trainable(), view.num_layers
     below = [Segment(view, index, index + 1, paths) for index in range(lowest)]
     starts = range(count, lowest, -size)
     walked = [Segment(view, max(stop - size, lowest), stop, paths) for stop in starts]
     return below, walked[::-1]
+
+
+def _halves(view: DecoderView, walked: list[Segment], paths: list[str]) -> dict[int, tuple[Half, Half]]:
+    """Returns attention and MLP of the layers that consist of these two, by number."""
+    agree: dict[Any, bool] = {}  # one of a kind is compared
+    for segment in walked:
+        if segment.kind not in agree:
+            agree[segment.kind] = view.has_halves(segment.start)
+    return {
+        segment.start: tuple(Half(view, segment.start, half, paths) for half in ("attention", "mlp"))
+        for segment in walked
+        if agree[segment.kind]
+    }
 
 
 class _Waiting:

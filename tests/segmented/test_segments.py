@@ -10,6 +10,7 @@ from mlxft.layouts.arrange import Arranger
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
+from mlxft.segmented import segments
 from mlxft.segmented.gradients import Gradient
 from mlxft.segmented.kinds import kind_of
 from mlxft.segmented.segments import SegmentedGradient
@@ -170,3 +171,22 @@ def test_a_head_evaluated_in_chunks_changes_nothing(family, settings, folders):
     objective = Sft(HeadPlan("chunked", 7), Arranger())
     expected = results(made, Gradient(made, Sft(HeadPlan("full"), Arranger())))
     assert difference(expected, results(made, SegmentedGradient(made, objective))) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_walking_attention_and_mlp_apart_changes_nothing(family, layout, dropout, folders, monkeypatch):
+    """The MLP 10 tokens at a time, where there is no dropout; families whose layers differ go whole."""
+    monkeypatch.setattr(segments, "_MLP_TOKENS", 10)
+    made = in_parts(family, folders, dropout=dropout)
+    whole, segmented = both(made, layout, halves=True)
+    assert difference(whole, segmented) < CLOSE * SLACK
+
+
+def test_layers_that_scale_what_they_add_have_no_halves(folders):
+    """Granite's modules have the same names as Llama's, and it multiplies both sums."""
+    llama, granite = trained_view(folders("llama")), trained_view(folders("granite"))
+    assert llama.has_halves(0) and not granite.has_halves(0)
+    assert len(SegmentedGradient(llama, None, halves=True)._halves) == 4
+    assert not SegmentedGradient(granite, None, halves=True)._halves
