@@ -2,7 +2,9 @@
 
     python benchmarks/shared_prompt.py [--shape smollm2|qwen3] [--prompt 1536] [--answers 256] [--steps 5]
 
-two forwards    the rows prompt + chosen and prompt + rejected, side by side (trainer.layout=padded)
+one by one      the rows prompt + chosen and prompt + rejected, each in a forward of its own
+                (as trainers do that call the model once an answer; exists only in this script)
+two forwards    the same rows side by side (trainer.layout=padded)
 boolean mask    prompt, chosen and rejected in one row, what each may see as a mask over the whole row
                 (how it is usually done; exists only in this script)
 pieces          the same row, attention in pieces without a mask (trainer.layout=prefix_shared)
@@ -50,7 +52,7 @@ SHAPES = {
     },
 }
 GPU_WARM_UP = 3  # kernels and programs are compiled in the first steps; a CPU's are warm after one
-WAYS = {"two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "prefix_shared"}
+WAYS = {"one by one": "padded", "two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "prefix_shared"}
 
 
 def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) -> dict:
@@ -69,6 +71,8 @@ def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) 
     multiple = 1 if way == "boolean mask" else shape_multiple()
     settings = LossSettings(0.1, nll_weight=1.0, nll_scope="full")
     objective = Orpo(HeadPlan(), Arranger(WAYS[way], multiple), settings)
+    if way == "one by one":
+        gradients.hidden_states = row_by_row(gradients.hidden_states)
     if way == "boolean mask":
         gradients.TrainingCache = masked_cache(num_prompt, num_answer)
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -131,6 +135,17 @@ def random_pair(vocabulary: int, num_prompt: int, num_answer: int):
     return Pair(*tokens, np.ones(num_answer, bool), np.ones(num_answer, bool), "")
 
 
+def row_by_row(hidden_states):
+    """Returns hidden_states for one row of tokens (B, T) after the other."""
+    import mlx.core as mx
+
+    def each(view, tokens, *rest):
+        rows = mx.split(tokens, tokens.shape[0])
+        return mx.concatenate([hidden_states(view, row, *rest) for row in rows])
+
+    return each
+
+
 def masked_cache(num_prompt: int, num_answer: int):
     """Returns a training cache that attends through one boolean mask over the whole row."""
     import mlx.core as mx
@@ -159,7 +174,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1536)
     parser.add_argument("--answers", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[1:])
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
