@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
-from mlxft.losses import Head
+from mlxft.losses import Head, linear_cross_entropy, linear_logps
 from mlxft.models.decoder import DecoderView, State
 from mlxft.models.lora import dropout_keys
 
@@ -33,11 +33,8 @@ class Objective(Protocol):
 
     head: Any  # with chunk_for(number of targets)
 
-    def loss(self, head: Head, hidden: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
-        """Returns the weighted loss and metrics of hidden states (B, T, H)."""
-
-    def loss_of(self, logps: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
-        """Returns the same for the log-probabilities (M,) of the inputs' targets."""
+    def loss(self, logps: mx.array, inputs: dict[str, mx.array]) -> tuple[mx.array, dict]:
+        """Returns the weighted loss and metrics of the log-probabilities (M,) of inputs["targets"]."""
 
     def token_weights(self, inputs: dict[str, mx.array]) -> Optional[mx.array]:
         """Returns what each target's -log p counts (M,) if the loss is their sum, None if it is not."""
@@ -109,7 +106,7 @@ class Gradient:
         def loss(params, inputs):
             self.view.model.update(params)
             hidden = hidden_states(self.view, inputs["tokens"], cache, self._run_layers)
-            value, metrics = self.objective.loss(trained_head(self.view, True), hidden, inputs)
+            value, metrics = head_loss(self.objective, trained_head(self.view, True), hidden, inputs)
             return value, metrics, hidden if self.observe else ()
 
         def differentiated(params, inputs):
@@ -124,6 +121,17 @@ class Gradient:
 def trained_head(view: DecoderView, differentiated: bool = False) -> Head:
     """Returns the head with its trainable arrays as they are on the module now."""
     return Head(view.head, view.head_module.trainable_parameters(), differentiated)
+
+
+def head_loss(
+    objective: Objective, head: Head, hidden: mx.array, inputs: dict[str, mx.array]
+) -> tuple[mx.array, dict]:
+    """Returns the objective's weighted loss and metrics for hidden states (B, T, H)."""
+    rows, targets = target_rows(hidden, inputs), inputs["targets"]
+    chunk, weights = objective.head.chunk_for(rows.shape[0]), objective.token_weights(inputs)
+    if weights is not None:
+        return linear_cross_entropy(rows, head, targets, weights, chunk), {}
+    return objective.loss(linear_logps(rows, head, targets, chunk), inputs)
 
 
 def target_rows(hidden: mx.array, inputs: dict[str, mx.array]) -> mx.array:

@@ -79,13 +79,12 @@ class Half(Segment):
         return of_mlp == (self.part == "mlp")
 
     def run(self, state: State, cache: TrainingCache) -> State:
-        """Returns the state after the half."""
-        hidden, *rest = state
-        return self.view.run_half(hidden, self.start, self.part, cache), *rest
+        """Returns the state after the half: the hidden states are all there is of it."""
+        return (self.view.run_half(state[0], self.start, self.part, cache),)
 
 
 class SegmentRunner:
-    """Runs segments and halves forward and backward in one layout. compiled: by programs that outlive the call."""
+    """Runs segments and halves forward and backward. compiled: by programs that outlive the call."""
 
     def __init__(self, compiled: bool):
         self.compiled = compiled

@@ -17,7 +17,7 @@ from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
 from mlxft.losses import stepped_cross_entropy, stepped_gradients
 from mlxft.models.decoder import DecoderView, State
-from mlxft.segmented.gradients import Objective, Observer, Result, target_rows, trained_head
+from mlxft.segmented.gradients import Objective, Observer, Result, head_loss, target_rows, trained_head
 from mlxft.segmented.programs import Half, Segment, SegmentRunner
 
 Arrays = dict[str, mx.array]
@@ -97,7 +97,8 @@ class SegmentedGradient:
         own, parts = {}, []
         for start in range(0, middle.shape[1], at_once):
             span = slice(start, start + at_once)
-            (d_part,), d_own = self._runner.backward(mlp, (middle[:, span],), (d_state[0][:, span],), cache, key)
+            given = (middle[:, span],), (d_state[0][:, span],)
+            (d_part,), d_own = self._runner.backward(mlp, *given, cache, key)
             own = _added(own, d_own) if parts else d_own
             mx.eval(d_part, own)
             parts.append(d_part)
@@ -137,7 +138,7 @@ class SegmentedGradient:
     def _head_at_once(self, outside: Arrays, state: State, inputs):
         def head(outside, state):
             self.view.model.update(tree_unflatten(list(outside.items())))
-            return self.objective.loss(trained_head(self.view), self.view.finish(state), inputs)
+            return head_loss(self.objective, trained_head(self.view), self.view.finish(state), inputs)
 
         (loss, metrics), (d_outside, d_state) = mx.value_and_grad(head, argnums=(0, 1))(outside, state)
         return loss, metrics, d_outside, d_state
@@ -157,7 +158,7 @@ class SegmentedGradient:
         weights, metrics = self.objective.token_weights(inputs), {}
         if weights is None:
             (loss, metrics), d_head, d_rows = stepped_gradients(
-                head, rows, targets, lambda logps: self.objective.loss_of(logps, inputs), chunk
+                head, rows, targets, lambda logps: self.objective.loss(logps, inputs), chunk
             )
         else:
             loss, d_head, d_rows = stepped_cross_entropy(head, rows, targets, weights, chunk)

@@ -5,7 +5,7 @@ from typing import Any, Sequence
 from mlxft.data.batches import BatchOrder
 from mlxft.layouts.cache import TrainingCache
 from mlxft.models.decoder import DecoderView
-from mlxft.segmented.gradients import hidden_states, trained_head
+from mlxft.segmented.gradients import head_loss, hidden_states, trained_head
 from mlxft.training.objectives.common import Objective, Row
 
 
@@ -24,7 +24,7 @@ def validate(view: DecoderView, objective: Objective, batches: Sequence[Sequence
         for batch in batches:
             prepared = objective.prepare(batch, counts)
             hidden = hidden_states(view, prepared.inputs["tokens"], TrainingCache(prepared.layout))
-            loss, metrics = objective.loss(trained_head(view), hidden, prepared.inputs)
+            loss, metrics = head_loss(objective, trained_head(view), hidden, prepared.inputs)
             for name, value in ({"loss": loss} | metrics).items():
                 total[name] = total.get(name, 0.0) + value.item()
     return total | {"tokens": int(counts["tokens"])}

@@ -67,14 +67,12 @@ class Objective(Protocol):
     def prepare(self, rows: Sequence[Row], counts: Counts) -> Prepared:
         """Returns a micro-batch whose weights are one over the window's counts."""
 
-    def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the micro-batch's share of the window's loss and metrics for hidden (B, T, H).
+    def loss(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the micro-batch's share of the window's loss and metrics.
 
-        Sums over a window's micro-batches are the window's values.
+        logps: the log-probabilities (M,) of the inputs' "targets". Sums over a window's micro-batches are
+        the window's values.
         """
-
-    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the same for the log-probabilities (M,) of the inputs' targets."""
 
     def token_weights(self, inputs: Inputs) -> Optional[mx.array]:
         """Returns what each target's -log p counts (M,) if the loss is their sum, None if it is not."""

@@ -17,7 +17,6 @@ import numpy as np
 from mlxft.data.example import Pair
 from mlxft.layouts.arrange import Arranger, Group
 from mlxft.losses import (
-    Head,
     cpo_loss,
     cpo_metrics,
     dpo_loss,
@@ -38,7 +37,6 @@ from mlxft.training.objectives.common import (
     Targets,
     added_up,
     forward_logps,
-    target_logps,
     with_ref_logps,
 )
 from mlxft.training.reference import Reference
@@ -172,16 +170,12 @@ class PairObjective(ABC):
         """Returns the summed log-probability (2P,) of each answer from those of the targets (M,)."""
         return row_sums(logps, inputs["row"], inputs["answer_counts"].shape[0])
 
-    def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the micro-batch's share of the window's loss and metrics."""
-        return self.loss_of(target_logps(self.head, head, hidden, inputs), inputs)
-
     def token_weights(self, inputs: Inputs) -> None:
         """Returns None: what a target counts depends on the others' log-probabilities."""
         return None
 
-    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the loss and metrics of the targets' log-probabilities (M,)."""
+    def loss(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the micro-batch's share of the window's loss and metrics."""
         sums, counts = self.row_logps(logps, inputs), inputs["answer_counts"]
         refs = inputs.get("ref_logps")
         both = (refs[0::2], refs[1::2]) if refs is not None else (None, None)

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import mlx.core as mx
 import numpy as np
 
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger, Group
-from mlxft.losses import Head, linear_cross_entropy
 from mlxft.models.decoder import DecoderView
-from mlxft.segmented.gradients import target_rows
 from mlxft.training.objectives.common import (
     Counts,
     HeadPlan,
@@ -47,16 +46,10 @@ class Sft:
             targets.add(row, example.tokens, example.mask, weights=1.0 / max(counts["tokens"], 1))
         return Prepared(targets.inputs(self.arranger.multiple), arranged.layout, arranged.num_positions)
 
-    def token_weights(self, inputs: Inputs) -> mx.array:
-        """Returns what each target's -log p (M,) counts in the loss, which is their sum."""
-        return inputs["weights"]
+    def token_weights(self, inputs: Inputs) -> Optional[mx.array]:
+        """Returns what each target's -log p (M,) counts; None for a subclass with a loss of its own."""
+        return inputs["weights"] if type(self).loss is Sft.loss else None
 
-    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the loss of the targets' log-probabilities (M,); there are no other metrics."""
+    def loss(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the micro-batch's share of the window's loss; there are no other metrics."""
         return -(inputs["weights"] * logps).sum(), {}
-
-    def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the micro-batch's share of the window's loss."""
-        rows, targets = target_rows(hidden, inputs), inputs["targets"]
-        chunk = self.head.chunk_for(rows.shape[0])
-        return linear_cross_entropy(rows, head, targets, inputs["weights"], chunk), {}

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxft.data.example import Unpaired
 from mlxft.layouts.arrange import Arranger, Group
-from mlxft.losses import Head, kto_kl, kto_loss, kto_metrics, row_sums
+from mlxft.losses import kto_kl, kto_loss, kto_metrics, row_sums
 from mlxft.models.decoder import DecoderView
 from mlxft.training.objectives.common import (
     Counts,
@@ -24,7 +24,6 @@ from mlxft.training.objectives.common import (
     Targets,
     added_up,
     forward_logps,
-    target_logps,
     with_ref_logps,
 )
 from mlxft.training.reference import Reference
@@ -109,16 +108,12 @@ class Kto:
         inputs["row"] = inputs["row"].astype(mx.int32) - 1  # what rounds up the targets is of no row
         return inputs, arranged
 
-    def loss(self, head: Head, hidden: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the micro-batch's share of the window's loss and metrics."""
-        return self.loss_of(target_logps(self.head, head, hidden, inputs), inputs)
-
     def token_weights(self, inputs: Inputs) -> None:
         """Returns None: what a target counts depends on the others' log-probabilities."""
         return None
 
-    def loss_of(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
-        """Returns the loss and metrics of the targets' log-probabilities (M,)."""
+    def loss(self, logps: mx.array, inputs: Inputs) -> tuple[mx.array, Metrics]:
+        """Returns the micro-batch's share of the window's loss and metrics."""
         logps = row_sums(logps, inputs["row"], inputs["weights"].shape[0])
         refs, labels, kl, settings = inputs["ref_logps"], inputs["labels"], inputs["kl"], self.settings
         terms = kto_loss(
