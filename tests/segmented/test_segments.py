@@ -1,6 +1,7 @@
 """The segmented backward beside the whole one: gradients, programs shared by layers, what is left behind."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -190,3 +191,31 @@ def test_layers_that_scale_what_they_add_have_no_halves(folders):
     assert llama.has_halves(0) and not granite.has_halves(0)
     assert len(SegmentedGradient(llama, None, halves=True)._halves) == 4
     assert not SegmentedGradient(granite, None, halves=True)._halves
+
+
+@pytest.mark.parametrize(
+    "mode, bits, group_size", [("affine", 4, 32), ("affine", 8, 32), ("mxfp4", 4, 32), ("nvfp4", 4, 16)]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_quantised_layers_and_heads_have_the_same_gradients_in_segments(
+    family, mode, bits, group_size, folders
+):
+    """Untied and tied, of every packing; the head's chunks of 40 targets are made dense, those of 7 not."""
+    model, _ = load(str(folders(family)), dtype="float32")
+    nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
+    made = view(model)
+    apply_adapter(model, AdapterConfig(rank=4), seed=1)
+    fill_adapters(model)
+    expected = results(made, Gradient(made, Sft(HeadPlan("full"), Arranger())), lengths=(70, 61))
+    for chunk in (7, 40):
+        objective = Sft(HeadPlan("chunked", chunk), Arranger())
+        found = results(made, SegmentedGradient(made, objective), lengths=(70, 61))
+        assert difference(expected, found) < CLOSE * SLACK
+
+
+def test_an_adapted_head_gets_its_gradient_in_chunks_too(folders):
+    made = trained_view(folders("llama"), targets=["lm_head", "q_proj"], dropout=0.0)
+    expected = results(made, Gradient(made, Sft(HeadPlan("full"), Arranger())))
+    assert any(name.startswith("lm_head") for name in expected[1])
+    found = results(made, SegmentedGradient(made, Sft(HeadPlan("chunked", 7), Arranger())))
+    assert difference(expected, found) < CLOSE * SLACK
