@@ -1,11 +1,13 @@
 """Tokens per second and peak memory of LoRA training on a GPU, beside mlx-lm's in the same run.
 
-    python benchmarks/gpu_throughput.py [--cases 1x8192 1x8100 4x1000] [--steps 12] [--out FILE.json]
+    python benchmarks/gpu_throughput.py [--cases 1x8192 1x8100 4x1000] [--gradients whole checkpoint]
+        [--bits 4] [--trainers mlxft] [--steps 12] [--out FILE.json]
 
 Qwen3-0.6B's shape (28 layers, width 1,024, MLP 3,072, 16 heads and 8 key-value heads of 128, vocabulary
 151,936, tied) with random bfloat16 weights, LoRA rank 8 on all seven projections of all layers, AdamW,
-every token supervised, rows of random tokens. A case is rows x tokens; tokens/s is of a row's tokens for
-both trainers (mlx-lm pads to 1 + a multiple of 32 and also trains on one padding token a row). Each
+every token supervised, rows of random tokens. --bits: the base quantised, in groups of 64. A gradient is
+one of trainer.gradient, or segmented:N with N the segment_layers; mlx-lm has whole and checkpoint. A case
+is rows x tokens; tokens/s is of a row's tokens for both trainers (mlx-lm pads to 1 + a multiple of 32 and also trains on one padding token a row). Each
 trainer and case is a process of its own; the first steps compile and are left out; tokens/s is of the
 median step, the peak that of all steps after them.
 """
@@ -38,9 +40,10 @@ PROJECTIONS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p i
 WARM_UP = 4
 
 
-def write_model(folder: Path) -> None:
-    """Writes the random model and a tokenizer that only has to load."""
+def write_model(folder: Path, bits: int | None) -> None:
+    """Writes the random model, quantised to `bits` if given, and a tokenizer that only has to load."""
     import mlx.core as mx
+    import mlx.nn as nn
     from mlx.utils import tree_flatten, tree_map
     from mlx_lm.models.qwen3 import Model, ModelArgs
     from tokenizers import Tokenizer, models
@@ -49,8 +52,14 @@ def write_model(folder: Path) -> None:
     model = Model(ModelArgs.from_dict(SHAPE))
     arrays = tree_map(lambda p: (0.02 * p if p.ndim == 1 else p).astype(mx.bfloat16), model.parameters())
     arrays = {name: mx.ones_like(a) if "norm" in name else a for name, a in tree_flatten(arrays)}
+    config = dict(SHAPE)
+    if bits:
+        model.load_weights(list(arrays.items()))
+        nn.quantize(model, bits=bits)
+        arrays = dict(tree_flatten(model.parameters()))
+        config["quantization"] = {"group_size": 64, "bits": bits}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.BPE(vocab={"a": 0, "</s>": 1}, merges=[])).save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -70,6 +79,7 @@ def run_mlxft(model: Path, case: str, steps: int, gradient: str) -> dict:
     import mlxft
 
     batch, rows = token_rows(case, steps)
+    kind, _, layers = gradient.partition(":")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
         data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
@@ -78,10 +88,11 @@ def run_mlxft(model: Path, case: str, steps: int, gradient: str) -> dict:
                 f"model.path={model}",
                 f"data.train={data}",
                 "data.format=tokens",
-                "data.max_length=100000",
+                "data.max_length=200000",
                 f"data.batch_size={batch}",
                 f"trainer.max_steps={steps}",
-                f"trainer.gradient={gradient}",
+                f"trainer.gradient={kind}",
+                *([f"trainer.segment_layers={layers}"] if layers else []),
                 f"run.dir={folder}/run",
                 "adapter.rank=8",
                 "adapter.alpha=160",
@@ -138,12 +149,17 @@ def run_mlx_lm(model: Path, case: str, steps: int, gradient: str) -> dict:
     }
 
 
+TRAINERS = {"mlxft": run_mlxft, "mlx-lm": run_mlx_lm}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", nargs="+", default=["1x8192", "1x8100", "4x1000"])
     parser.add_argument("--gradients", nargs="+", default=["whole", "checkpoint"])
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    parser.add_argument("--bits", type=int)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
     parser.add_argument(
@@ -152,16 +168,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         trainer, model, case, gradient = options.one
-        run = {"mlxft": run_mlxft, "mlx-lm": run_mlx_lm}[trainer]
-        print("RESULT " + json.dumps(run(Path(model), case, options.steps, gradient)))
+        print("RESULT " + json.dumps(TRAINERS[trainer](Path(model), case, options.steps, gradient)))
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
-        print(f"{'case':>8} {'gradient':>10} {'trainer':>8} {'tokens/s':>10} {'peak GB':>8}  losses")
+        write_model(Path(folder), options.bits)
+        print(f"{'case':>8} {'gradient':>14} {'trainer':>8} {'tokens/s':>10} {'peak GB':>8}  losses")
         for case in options.cases:
             for gradient in options.gradients:
-                for trainer in ("mlxft", "mlx-lm"):
+                for trainer in options.trainers:
+                    if trainer == "mlx-lm" and gradient not in ("whole", "checkpoint"):
+                        continue
                     results.append(measure(trainer, folder, case, gradient, options.steps))
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
@@ -175,11 +192,11 @@ def measure(trainer: str, folder: str, case: str, gradient: str, steps: int) -> 
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     result = {"case": case, "gradient": gradient, "trainer": trainer, "seconds": time.time() - began}
     if not found:
-        print(f"{case:>8} {gradient:>10} {trainer:>8}  failed: {done.stderr.strip()[-800:]}", flush=True)
+        print(f"{case:>8} {gradient:>14} {trainer:>8}  failed: {done.stderr.strip()[-800:]}", flush=True)
         return {**result, "failed": done.stderr.strip()[-800:]}
     result |= json.loads(found[0].removeprefix("RESULT "))
     print(
-        f"{case:>8} {gradient:>10} {trainer:>8} {result['tokens_per_s']:>10,.0f} "
+        f"{case:>8} {gradient:>14} {trainer:>8} {result['tokens_per_s']:>10,.0f} "
         f"{result['peak_bytes'] / 1e9:>8.2f}  {result['loss']}",
         flush=True,
     )

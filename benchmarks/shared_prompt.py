@@ -52,7 +52,12 @@ SHAPES = {
     },
 }
 GPU_WARM_UP = 3  # kernels and programs are compiled in the first steps; a CPU's are warm after one
-WAYS = {"one by one": "padded", "two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "prefix_shared"}
+WAYS = {
+    "one by one": "padded",
+    "two forwards": "padded",
+    "boolean mask": "prefix_shared",
+    "pieces": "prefix_shared",
+}
 
 
 def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) -> dict:
