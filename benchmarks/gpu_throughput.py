@@ -7,9 +7,9 @@ Qwen3-0.6B's shape (28 layers, width 1,024, MLP 3,072, 16 heads and 8 key-value 
 151,936, tied) with random bfloat16 weights, LoRA rank 8 on all seven projections of all layers, AdamW,
 every token supervised, rows of random tokens. --bits: the base quantised, in groups of 64. A gradient is
 one of trainer.gradient, or segmented:N with N the segment_layers; mlx-lm has whole and checkpoint. A case
-is rows x tokens; tokens/s is of a row's tokens for both trainers (mlx-lm pads to 1 + a multiple of 32 and also trains on one padding token a row). Each
-trainer and case is a process of its own; the first steps compile and are left out; tokens/s is of the
-median step, the peak that of all steps after them.
+is rows x tokens; tokens/s is of a row's tokens for both trainers (mlx-lm pads to 1 + a multiple of 32 and
+also trains on one padding token a row). Each trainer and case is a process of its own; the first steps
+compile and are left out; tokens/s is of the median step, the peak that of all steps after them.
 """
 
 import argparse
