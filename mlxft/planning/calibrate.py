@@ -43,8 +43,8 @@ class Calibration:
     """What probes measured, for `rows` rows of each of two `lengths`.
 
     kept: by kind and length, bytes that one layer of each group adds to a step's peak. working: by kind
-    and length, bytes beside those. seconds: by kind and length, of a weight of the layers. head: for 1 to
-    MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary.
+    and length, bytes beside those. seconds: by kind and length, of a weight of the layers. head: by
+    kind, for 1 to MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary.
     head_seconds: of a logit, over the hidden width. update: bytes that an optimiser's update takes, over
     those of what is trained.
     """
@@ -54,7 +54,7 @@ class Calibration:
     kept: dict[str, list[list[float]]]
     working: dict[str, list[float]]
     seconds: dict[str, list[float]]
-    head: list[list[float]]
+    head: dict[str, list[list[float]]]
     head_seconds: float
     update: float
 
@@ -145,26 +145,28 @@ class _Probes:
         cost, _ = self.model.step(GradientPlan(kind, 1, self.in_flight), self.rows, length)
         return max(cost.num_bytes - base.num_bytes, 0.0)
 
-    def _head(self) -> tuple[list[list[float]], float]:
+    def _head(self) -> tuple[dict[str, list[list[float]]], float]:
         """Returns what `Calibration.head` says, and the seconds of a product."""
         objective = self.config.trainer.objective
         (small, large), (few, many) = _HEAD_TOKENS, _HEAD_VOCABULARIES
-        costs: dict[tuple[int, int, int], Cost] = {}
+        costs: dict[tuple, Cost] = {}
         for vocabulary, tokens in ((few, small), (few, large), (many, small)):
             self.model.cut(vocabulary)
             for chunks in range(1, MOST_CHUNKS + 1):
-                chunk = tokens if chunks > 1 else None
-                costs[chunks, tokens, vocabulary] = self.model.head(objective, tokens * chunks, chunk)
-        figures = []
-        for chunks in range(1, MOST_CHUNKS + 1):
-            # bytes = logit x tokens x vocabulary + token x tokens x chunks + word x vocabulary
-            one = costs[chunks, small, few].num_bytes
-            by_token = (costs[chunks, large, few].num_bytes - one) / (large - small)
-            by_word = (costs[chunks, small, many].num_bytes - one) / (many - few)
-            logit = (by_token * small + by_word * few - one) / (small * few)
-            figures.append([logit, (by_token - logit * few) / chunks, by_word - logit * small])
+                place, chunk = (chunks, tokens, vocabulary), tokens if chunks > 1 else None
+                costs["whole", *place] = self.model.head(objective, tokens * chunks, chunk)
+                costs["segmented", *place] = self.model.segmented_head(tokens * chunks, chunk)
+        figures: dict[str, list[list[float]]] = {kind: [] for kind in ("whole", "segmented")}
+        for kind, of_kind in figures.items():
+            for chunks in range(1, MOST_CHUNKS + 1):
+                # bytes = logit x tokens x vocabulary + token x tokens x chunks + word x vocabulary
+                one = costs[kind, chunks, small, few].num_bytes
+                by_token = (costs[kind, chunks, large, few].num_bytes - one) / (large - small)
+                by_word = (costs[kind, chunks, small, many].num_bytes - one) / (many - few)
+                logit = (by_token * small + by_word * few - one) / (small * few)
+                of_kind.append([logit, (by_token - logit * few) / chunks, by_word - logit * small])
         products = large * MOST_CHUNKS * few * self.shape.width
-        return figures, costs[MOST_CHUNKS, large, few].seconds / products
+        return figures, costs["whole", MOST_CHUNKS, large, few].seconds / products
 
 
 def _key(config: Config, shape: ModelShape, rows: int, lengths: tuple[int, int]) -> str:

@@ -50,7 +50,7 @@ class Predictor:
         shape = self.shape
         kept, working = self._kept(plan, wanted), self._working(plan, wanted)
         gradients = shape.trained_bytes * (2 if self.config.trainer.accumulate > 1 else 1)
-        head = self._head(wanted)
+        head = self._head(plan, wanted)
         in_layers = shape.trained_bytes - shape.outside_bytes
         # A checkpoint's layers are run again when the head is done with. While segments are walked, what
         # entered them gives way to gradients.
@@ -92,7 +92,7 @@ class Predictor:
         return working
 
     def _longer_blocks(self, wanted: Workload) -> float:
-        """Returns what attention blocks take beyond those of the probes: they have a fewest number of queries."""
+        """Returns what attention blocks take beyond those of the probes: they keep so many queries."""
         if backend() == "cuda" and self.shape.item_bytes == 2:
             return 0.0
 
@@ -104,11 +104,13 @@ class Predictor:
             return 0.0
         return _SCORES_ALIVE * (block(wanted.rows, wanted.length) - block(wanted.rows, probed))
 
-    def _head(self, wanted: Workload) -> float:
-        plan = HeadPlan(self.config.head.kind, self.config.head.chunk)
-        at_once = min(plan.chunk_for(wanted.targets) or wanted.targets, wanted.targets)
+    def _head(self, plan: GradientPlan, wanted: Workload) -> float:
+        how = HeadPlan(self.config.head.kind, self.config.head.chunk)
+        at_once = min(how.chunk_for(wanted.targets) or wanted.targets, wanted.targets)
         chunks = min(-(-wanted.targets // at_once), MOST_CHUNKS)
-        logit, token, word = self.calibration.head[chunks - 1]
+        logit, token, word = self.calibration.head["segmented" if plan.kind == "segmented" else "whole"][
+            chunks - 1
+        ]
         vocabulary = self.shape.vocabulary
         return max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
 

@@ -21,6 +21,7 @@ from mlxft.losses import Head
 from mlxft.models.decoder import DecoderView
 from mlxft.planning.shape import ModelShape
 from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.gradients import head_loss
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft
 from mlxft.training.objectives.common import target_logps
@@ -101,20 +102,20 @@ class ProbeModel:
         return Cost(costs[-1].num_bytes, min(cost.seconds for cost in costs)), update
 
     def head(self, objective: str, tokens: int, chunk: Optional[int]) -> Cost:
-        """Returns the cost of the loss of so many tokens, and of its gradients.
+        """Returns the cost of the loss of so many tokens and its gradients, in one graph.
 
         chunk: tokens whose logits exist at once, None for all.
         """
-        plan = HeadPlan("full") if chunk is None else HeadPlan("chunked", chunk)
-        rows = {"index": mx.arange(tokens), "targets": mx.zeros((tokens,), mx.int32)}
-        inputs = rows | {"weights": mx.full((tokens,), 1 / tokens)}
+        plan = _head_plan(chunk)
+        inputs = {"index": mx.arange(tokens), "targets": mx.zeros((tokens,), mx.int32)}
+        inputs["weights"] = mx.full((tokens,), 1 / tokens)
         hidden = mx.zeros((1, tokens, self.shape.width), _TYPES[self.shape.item_bytes])
         trained = tree_map(lambda array: array, self.view.head_module.trainable_parameters())
 
         def loss(trained: Any, hidden: mx.array) -> mx.array:
             head = Head(self.view.head, trained, differentiated=True)
             if objective == "sft":
-                return Sft(plan).loss(head, hidden, inputs)[0]
+                return head_loss(Sft(plan), head, hidden, inputs)[0]
             return (target_logps(plan, head, hidden, inputs) * inputs["weights"]).sum()
 
         mx.eval(inputs, hidden)
@@ -124,6 +125,22 @@ class ProbeModel:
         self.view.head_module.update(trained)
         return Cost(mx.get_peak_memory() - before, seconds)
 
+    def segmented_head(self, tokens: int, chunk: Optional[int]) -> Cost:
+        """Returns the cost of the same where the backward is segmented: a model without layers."""
+        self.choose([])
+        objective = Sft(_head_plan(chunk), Arranger("padded", 1))
+        gradient = build(self.view, objective, GradientPlan("segmented"))
+        batch = _rows(1, tokens, self.vocabulary, all_trained=True)
+        prepared = objective.prepare(batch, objective.counts(batch))
+        mx.eval(prepared.inputs)
+        before, began = _begin(), time.perf_counter()
+        mx.eval(gradient(self.view.model.trainable_parameters(), prepared.inputs, prepared.layout))
+        return Cost(mx.get_peak_memory() - before, time.perf_counter() - began)
+
+
+def _head_plan(chunk: Optional[int]) -> HeadPlan:
+    return HeadPlan("full") if chunk is None else HeadPlan("chunked", chunk)
+
 
 def _begin() -> int:
     """Starts to measure; returns the bytes that are in use."""
@@ -132,10 +149,10 @@ def _begin() -> int:
     return mx.get_active_memory()
 
 
-def _rows(rows: int, length: int, vocabulary: int) -> list[Example]:
-    """Returns rows that forward `length` tokens each, of which one is trained on."""
+def _rows(rows: int, length: int, vocabulary: int, all_trained: bool = False) -> list[Example]:
+    """Returns rows that forward `length` tokens each, of which one is trained on, or all."""
     random = np.random.default_rng(0)
-    mask = np.zeros(length + 1, bool)
+    mask = np.full(length + 1, all_trained)
     mask[-1] = True
     return [
         Example(random.integers(0, vocabulary, length + 1).astype(np.int32), mask, "probe")
