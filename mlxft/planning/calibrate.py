@@ -29,12 +29,13 @@ log = logging.getLogger("mlxft")
 
 KINDS = ("whole", "checkpoint", "segmented")
 _POSITIONS = 1024  # of the longer probe, unless attention has to be longer to be as in long rows
+_SURELY = 1.2  # times the length from which on attention is in blocks
 _MOST_ROWS = 4  # of a probe: more cost as much each
 _LONGEST_WINDOW = 512  # that probes are made longer for
 # Of what is measured. Primes: no other axis of a model's arrays is taken for the vocabulary.
 _LAYER_VOCABULARY = 61  # small: the head is not to count
-_HEAD_VOCABULARIES = (2039, 4093)
-_HEAD_TOKENS = (64, 128)
+_HEAD_VOCABULARIES = (509, 1021)
+_HEAD_TOKENS = (32, 64)
 MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them alive, not more
 
 
@@ -43,8 +44,8 @@ class Calibration:
     """What probes measured, for `rows` rows of each of two `lengths`.
 
     kept: by kind and length, bytes that one layer of each group adds to a step's peak. working: by kind
-    and length, bytes beside those. seconds: by kind and length, of a weight of the layers. head: by
-    kind, for 1 to MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary.
+    and length, bytes beside those. joined: by length, those of one segment of `joined_layers`. seconds: by
+    kind and length, of a weight of the layers. head: by kind, for 1 to MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary.
     head_seconds: of a logit, over the hidden width. update: bytes that an optimiser's update takes, over
     those of what is trained.
     """
@@ -53,6 +54,8 @@ class Calibration:
     lengths: tuple[int, int]
     kept: dict[str, list[list[float]]]
     working: dict[str, list[float]]
+    joined: list[float]
+    joined_layers: int
     seconds: dict[str, list[float]]
     head: dict[str, list[list[float]]]
     head_seconds: float
@@ -86,7 +89,7 @@ def probe_lengths(shape: ModelShape, rows: int, wanted_length: int) -> tuple[int
     is_fused = backend() == "cuda" and shape.item_bytes == 2
     blocked = 0.0 if is_fused else math.sqrt(scores_bytes() / (4 * rows * shape.num_heads))
     window = shape.window if shape.window and shape.window <= _LONGEST_WINDOW else 0
-    long = math.ceil(max(blocked + 1, 2 * window, _POSITIONS / 2 / rows))
+    long = math.ceil(max(_SURELY * blocked, 2 * window, _POSITIONS / 2 / rows))
     multiple = shape_multiple()
     longer = min(2 * -(-long // multiple) * multiple, wanted_length)
     return max(longer // 2 // multiple, 1) * multiple, longer
@@ -114,13 +117,16 @@ class _Probes:
         kept: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
         working: dict[str, list[float]] = {kind: [] for kind in KINDS}
         seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        update = 0.0
+        update, joined = 0.0, []
+        # A segment with another one below it, to which it hands a gradient on.
+        more = [index for group in groups for index in group.indices if index not in self.base][:1]
+        above = [*self.base, *more]
         for length in self.lengths:
+            entering = shape.width * shape.item_bytes * self.rows * length  # a segment
             for kind in KINDS:
                 cost, update_bytes = self._step(self.base, kind, length)
                 update = update_bytes / self.model.trained_bytes()
                 if kind == "segmented":
-                    entering = shape.width * shape.item_bytes * self.rows * length
                     added = [float(entering * group.is_walked) for group in groups]
                 else:
                     added = [self._added(group.indices, kind, length, cost) for group in groups]
@@ -128,13 +134,29 @@ class _Probes:
                 kept[kind].append(added)
                 working[kind].append(max(cost.num_bytes - own, 0.0))
                 seconds[kind].append(cost.seconds / weights)
+            cost, _ = self._step(above, "segmented", length, segment_layers=len(self.base))
+            joined.append(max(cost.num_bytes - entering * (1 + len(more)), 0.0))
         head, head_seconds = self._head()
-        return Calibration(self.rows, self.lengths, kept, working, seconds, head, head_seconds, update)
+        return Calibration(
+            rows=self.rows,
+            lengths=self.lengths,
+            kept=kept,
+            working=working,
+            joined=joined,
+            joined_layers=len(self.base),
+            seconds=seconds,
+            head=head,
+            head_seconds=head_seconds,
+            update=update,
+        )
 
-    def _step(self, indices: Sequence[int], kind: str, length: int) -> tuple[Cost, float]:
+    def _step(
+        self, indices: Sequence[int], kind: str, length: int, segment_layers: int = 1
+    ) -> tuple[Cost, float]:
         self.model.choose(indices)
         repeat = 1 if backend() == "cpu" else 3  # a GPU compiles first
-        return self.model.step(GradientPlan(kind, 1, self.in_flight), self.rows, length, repeat)
+        plan = GradientPlan(kind, segment_layers, self.in_flight)
+        return self.model.step(plan, self.rows, length, repeat)
 
     def _added(self, indices: Sequence[int], kind: str, length: int, base: Cost) -> float:
         """Returns the bytes that one more layer of a group adds; 0 where the base has all of them."""

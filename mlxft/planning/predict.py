@@ -19,6 +19,7 @@ from mlxft.training.objectives import HeadPlan
 from mlxft.training.reference import is_the_start
 
 _FEWEST_QUERIES = 32  # of an attention block, whatever its scores take
+_LEAST_SLOPE, _MOST_SLOPE = 0.6, 1.15  # of figures over their length, beyond what was probed
 _SCORES_ALIVE = 4  # blocks' worth of scores in the backward: scores, weights and their gradients
 
 
@@ -84,12 +85,14 @@ class Predictor:
         return kept
 
     def _working(self, plan: GradientPlan, wanted: Workload) -> float:
-        working = self._at(self.calibration.working[plan.kind], wanted) + self._longer_blocks(wanted)
-        if plan.kind == "segmented" and plan.segment_layers > 1:
-            first, second = self.calibration.kept["whole"]
-            more = max(self._at(list(both), wanted) for both in zip(first, second, strict=True))
-            working += more * (plan.segment_layers - 1) * plan.in_flight
-        return working
+        known, blocks = self.calibration, self._longer_blocks(wanted)
+        layers = min(plan.segment_layers, self.shape.num_walked)
+        if plan.kind != "segmented" or layers == 1:
+            return self._at(known.working[plan.kind], wanted) + blocks
+        first, second = known.kept["whole"]
+        more = max(self._at(list(both), wanted) for both in zip(first, second, strict=True))
+        segment = self._at(known.joined, wanted) + more * (layers - known.joined_layers)
+        return segment * plan.in_flight + blocks
 
     def _longer_blocks(self, wanted: Workload) -> float:
         """Returns what attention blocks take beyond those of the probes: they keep so many queries."""
@@ -137,9 +140,15 @@ class Predictor:
 
     def _at(self, both: list[float], wanted: Workload) -> float:
         """Returns a figure at the wanted length and number of rows, from those at the probed lengths."""
-        (short, long), (low, high) = self.calibration.lengths, both
-        value = high if long == short else high + (high - low) * (wanted.length - long) / (long - short)
-        return max(value, 0.0) * wanted.rows / self.calibration.rows
+        (short, long), (low, high), length = self.calibration.lengths, both, wanted.length
+        if length <= short or long == short:
+            value = (low if length <= short else high) * length / short
+        else:
+            slope = (high - low) / (long - short)
+            if length > long:  # peaks of small probes are not smooth: near proportion is safer than far
+                slope = min(max(slope, _LEAST_SLOPE * high / long), _MOST_SLOPE * high / long)
+            value = high + slope * (length - long)
+        return value * wanted.rows / self.calibration.rows
 
     def _seconds_at(self, both: list[float], wanted: Workload) -> float:
         """Returns seconds at the wanted length: u T + w T^2 through both points, neither below 0."""

@@ -1,0 +1,49 @@
+"""A model whose layers outweigh its head, and calibrations kept where no other test sees them."""
+
+import pytest
+
+from mlxft.layouts import attention
+from tests.runs import write_token_rows
+from tests.tiny_models import make_model
+
+# Layers that take more than a probe's rounding, small enough for a step in a second.
+SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The folder of calibrations."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Attention in blocks from 91 positions on with four heads: what long rows do, in short ones."""
+    monkeypatch.setitem(attention._SCORES_BYTES, "cpu", 2**17)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The folder of a qwen3 of eight layers."""
+    return make_model(tmp_path_factory.mktemp("model") / "model", "qwen3", **SHAPE)
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory):
+    """The folder of a gemma3 of six layers, three of which see 8 positions only."""
+    return make_model(tmp_path_factory.mktemp("model") / "model", "gemma3_text", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Two rows of 161 tokens, that is 160 positions; half of each is trained on."""
+    return write_token_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", [161] * 2)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to be in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
