@@ -1,6 +1,6 @@
 """Predicted peaks and times against those of real steps, each in a process of its own.
 
-    python benchmarks/plan_accuracy.py [--model FOLDER] [--cases 1x512,4x512,1x2048] [--steps 1]
+    python benchmarks/plan_accuracy.py [--model FOLDER] [--cases 1x512,4x512,1x2048] [--steps 2]
     python benchmarks/plan_accuracy.py --tiny
 
 Rows of random tokens, all trained on; one line a case: rows x positions, adapter, backward, what `mlxft
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a folder with a model")
     parser.add_argument("--tiny", action="store_true", help="the tiny model instead")
     parser.add_argument("--cases", default=None, help="rows x positions, several with commas")
-    parser.add_argument("--steps", type=int, default=1, help="optimiser steps of each case")
+    parser.add_argument("--steps", type=int, default=2, help="optimiser steps of each case")
     options = parser.parse_args()
     cases = options.cases or ("1x2048,1x4096,4x512" if options.tiny else "1x512,4x512,1x2048,4x2048")
     with tempfile.TemporaryDirectory() as place:

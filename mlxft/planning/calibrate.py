@@ -45,9 +45,10 @@ class Calibration:
 
     kept: by kind and length, bytes that one layer of each group adds to a step's peak. working: by kind
     and length, bytes beside those. joined: by length, those of one segment of `joined_layers`. seconds: by
-    kind and length, of a weight of the layers. head: by kind, for 1 to MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary.
-    head_seconds: of a logit, over the hidden width. update: bytes that an optimiser's update takes, over
-    those of what is trained.
+    kind and length, of a weight of the layers. head: by kind, for 1 to MOST_CHUNKS chunks, bytes a logit
+    at once, a supervised token, a token of the vocabulary.
+    head_seconds: of a logit, over the hidden width. update: bytes that an optimiser's update of a
+    few layers takes beside what was there; of many it takes no more, array by array.
     """
 
     rows: int
@@ -125,7 +126,7 @@ class _Probes:
             entering = shape.width * shape.item_bytes * self.rows * length  # a segment
             for kind in KINDS:
                 cost, update_bytes = self._step(self.base, kind, length)
-                update = update_bytes / self.model.trained_bytes()
+                update = max(update, update_bytes)
                 if kind == "segmented":
                     added = [float(entering * group.is_walked) for group in groups]
                 else:

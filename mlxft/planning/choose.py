@@ -1,9 +1,12 @@
 """The plan a run takes: what was asked for, or the fastest that fits into memory; else what would fit."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
+
+import mlx.core as mx
 
 from mlxft.available_memory import memory_limit_bytes
 from mlxft.backend import backend
@@ -80,6 +83,8 @@ class Planner:
         """What predicts, calibrated when it is first asked for."""
         if self._predictor is None:
             calibration = calibrate(shape_in(self.config, self.folder), self.config, self.wanted)
+            gc.collect()  # the probes' arrays: modules and what was traced on them refer to each other
+            mx.clear_cache()
             self._predictor = Predictor(self.shape, self.config, self.resting_bytes, calibration)
         return self._predictor
 

@@ -20,6 +20,7 @@ from mlxft.training.reference import is_the_start
 
 _FEWEST_QUERIES = 32  # of an attention block, whatever its scores take
 _LEAST_SLOPE, _MOST_SLOPE = 0.6, 1.15  # of figures over their length, beyond what was probed
+_UPDATED_AT_ONCE = 4  # of the largest array: itself, the new one and its two moments
 _SCORES_ALIVE = 4  # blocks' worth of scores in the backward: scores, weights and their gradients
 
 
@@ -59,7 +60,7 @@ class Predictor:
         alive = max(kept, in_layers) if plan.kind == "segmented" else kept
         window = max(at_head + head, alive + working + shape.outside_bytes)
         window += gradients - shape.trained_bytes
-        update = gradients + self.calibration.update * shape.trained_bytes
+        update = gradients + self.calibration.update + _UPDATED_AT_ONCE * shape.largest_outside_bytes
         peak = self.resting_bytes + max(window, update)
         seconds = self._seconds(plan, wanted)
         return Prediction(plan, int(peak), seconds, int(kept), int(working), int(head))

@@ -4,6 +4,7 @@ What a layer adds to the peak, and what is alive beside it, is the difference be
 at two lengths; the head is measured by itself.
 """
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Optional
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlxft.config.schema import Config
 from mlxft.data.example import Example
@@ -61,10 +62,6 @@ class ProbeModel:
         self._filled |= set(indices)
         self.view.decoder.layers = [self._layers[index] for index in sorted(indices)]
         self.view._windows = [self._windows[index] for index in sorted(indices)]
-
-    def trained_bytes(self) -> int:
-        """Returns the size of what is trained of the model as it is now."""
-        return sum(array.nbytes for _, array in tree_flatten(self.view.model.trainable_parameters()))
 
     def cut(self, vocabulary: int) -> None:
         """Gives everything outside of the layers random arrays, the vocabulary cut to that many tokens."""
@@ -144,6 +141,7 @@ def _head_plan(chunk: Optional[int]) -> HeadPlan:
 
 def _begin() -> int:
     """Starts to measure; returns the bytes that are in use."""
+    gc.collect()  # or what an earlier probe left is freed meanwhile, and missing in the peak
     mx.synchronize()
     mx.reset_peak_memory()
     return mx.get_active_memory()

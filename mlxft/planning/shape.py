@@ -49,7 +49,7 @@ class ModelShape:
     """What a model and its adapter are made of: counts, and bytes of arrays.
 
     state_bytes: of the optimiser. outside_bytes: trained arrays outside of the layers (embedding, norm,
-    head). num_heads: of queries.
+    head), the largest of which has largest_outside_bytes. num_heads: of queries.
     window: the shortest sliding window, None without. item_bytes: of a hidden state's numbers.
     """
 
@@ -61,6 +61,7 @@ class ModelShape:
     trained_bytes: int
     state_bytes: int
     outside_bytes: int
+    largest_outside_bytes: int
     vocabulary: int
     width: int
     num_heads: int
@@ -107,6 +108,7 @@ def shape_of(view: DecoderView, report: AdapterReport, config: Config) -> ModelS
         trained_bytes=trained_bytes,
         state_bytes=_state_bytes(config, model),
         outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
+        largest_outside_bytes=_largest_outside(view),
         vocabulary=view.embedding.weight.shape[0],
         width=hidden.shape[-1],
         num_heads=_num_heads(view),
@@ -136,6 +138,20 @@ def _state_bytes(config: Config, model: nn.Module) -> int:
     made = optimizer.build(config.optimizer)
     made.init(model.trainable_parameters())
     return _bytes(made.state)
+
+
+def _largest_outside(view: DecoderView) -> int:
+    inside = {id(module) for layer in view.layers for module in layer.modules()}
+    return max(
+        (
+            value.nbytes
+            for module in view.model.modules()
+            if id(module) not in inside
+            for name, value in module.items()
+            if isinstance(value, mx.array) and name in module.trainable_parameters()
+        ),
+        default=0,
+    )
 
 
 def _num_heads(view: DecoderView) -> int:

@@ -1,5 +1,6 @@
 """What is predicted is what a run then takes: peaks within a fifth, for every way to run the backward."""
 
+import gc
 import json
 
 import pytest
@@ -24,9 +25,11 @@ def predicted(model, data, *overrides):
 
 
 def measured(model, data, run_dir, *overrides):
-    """`peak_bytes` of the first step, which has the longest batch: there is one."""
-    train(model, data, run_dir, *overrides, "trainer.max_steps=1")
-    return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])["peak_bytes"]
+    """`peak_bytes` of two steps of the same rows; the optimiser's state is there from the second on."""
+    gc.collect()  # what other tests left counts as memory of this one
+    train(model, data, run_dir, *overrides, "trainer.max_steps=2")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return max(json.loads(line)["peak_bytes"] for line in lines)
 
 
 @pytest.mark.parametrize("how", PLANS)
