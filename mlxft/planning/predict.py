@@ -129,8 +129,10 @@ class Predictor:
             kind: self._seconds_at(both, wanted) * walked for kind, both in self.calibration.seconds.items()
         }
         whole = at["whole"]
-        checkpoint = max(at["checkpoint"], whole)  # it does all that whole does, and more
-        each = max(at["segmented"], whole)
+        # They do all that whole does and run layers forward once more, less than half of that again: what
+        # is beyond was other programs' doing. Segments wait for each other too.
+        checkpoint = min(max(at["checkpoint"], whole), 1.5 * whole)
+        each = min(max(at["segmented"], whole), 2 * whole)
         of_kind = {
             "whole": whole,
             "checkpoint": checkpoint,
