@@ -113,7 +113,7 @@ def _has_linear_backward(q: mx.array) -> bool:
 
 
 def _most_rows(q, k, repeatable: bool) -> int:
-    """Returns how many queries go through one call."""
+    """Returns how many queries go through one call at most."""
     if _has_linear_backward(q) and not repeatable:
         return _MOST_FUSED_ROWS
     row_bytes = 4 * q.shape[0] * q.shape[1] * k.shape[2]
