@@ -36,7 +36,7 @@ class TrainerConfig:
     objective: str = "sft"  # what is minimised: sft | dpo | orpo | cpo | simpo | kto
     layout: str = "auto"  # how rows share one forward: auto | padded | packed | prefix_shared
     gradient: str = "auto"  # of the backward: auto (fastest that fits) | whole | checkpoint | segmented
-    segment_layers: Any = "auto"  # of segmented: layers computed again at once; more are faster
+    segment_layers: Any = "auto"  # of segmented: auto | layers at once | half: attention, MLP apart
     in_flight: Any = "auto"  # of segmented: segments submitted before one is waited for; each takes memory
     memory_limit: Any = "auto"  # GB of arrays at once; auto: 0.9 of what is free, or what the GPU has
     max_steps: Optional[int] = None  # optimiser steps; wins over epochs

@@ -173,6 +173,15 @@ def _gigabytes_or_auto(value: Any) -> float | str:
         raise ValueError(f'{_shown(value)} is neither a number of GB, more than 0, nor "auto"') from None
 
 
+def _segment_layers(value: Any) -> int | str:
+    if str(value).strip().lower() == "half":
+        return "half"
+    try:
+        return _number_or_auto(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, nor "half"') from None
+
+
 def _layers(value: Any) -> str:
     text = str(value).strip().lower()
     number = text.removeprefix("last ").strip()
@@ -220,7 +229,7 @@ RULES: dict[str, Rule] = {
     "trainer.objective": one_of(choices.OBJECTIVES),
     "trainer.layout": one_of(choices.LAYOUTS),
     "trainer.gradient": one_of(choices.GRADIENTS),
-    "trainer.segment_layers": _number_or_auto,
+    "trainer.segment_layers": _segment_layers,
     "trainer.in_flight": _number_or_auto,
     "trainer.memory_limit": _gigabytes_or_auto,
     "trainer.max_steps": Range(1),

@@ -121,7 +121,7 @@ def _most_rows(q, k, repeatable: bool) -> int:
 
 
 def scores_bytes() -> int:
-    """Returns the most bytes of scores, in float32, of a block of queries: where blocks have more than few."""
+    """Returns the most bytes of a block's scores, in float32, where it has more than the fewest rows."""
     return _SCORES_BYTES[backend()]
 
 

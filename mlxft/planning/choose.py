@@ -91,8 +91,11 @@ class Planner:
     def plans(self) -> list[GradientPlan]:
         """Returns what the configuration leaves to choose from, every kind for trainer.gradient=auto."""
         trainer = self.config.trainer
-        sizes = SEGMENT_LAYERS if trainer.segment_layers == "auto" else (trainer.segment_layers,)
-        segmented = [GradientPlan("segmented", size, self._in_flight()) for size in sizes]
+        segmented = self._segmented()
+        if trainer.segment_layers == "half":  # predicted as whole layers, of which it takes less
+            segmented = [GradientPlan("segmented", 1, self._in_flight(), halves=True)]
+        elif trainer.segment_layers != "auto":
+            segmented = [GradientPlan("segmented", trainer.segment_layers, self._in_flight())]
         if trainer.gradient == "segmented":
             return segmented
         if trainer.gradient != "auto":
@@ -103,9 +106,11 @@ class Planner:
 
     def all_plans(self) -> list[GradientPlan]:
         """Returns every way to run the backward, and what was asked for."""
-        segmented = [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
-        every = [GradientPlan("whole"), GradientPlan("checkpoint"), *segmented, *self.plans()]
+        every = [GradientPlan("whole"), GradientPlan("checkpoint"), *self._segmented(), *self.plans()]
         return list(dict.fromkeys(every))
+
+    def _segmented(self) -> list[GradientPlan]:
+        return [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
 
     def choose(self, before: Optional[GradientPlan] = None) -> Choice:
         """Returns what is taken. before: the plan of the run that is continued, kept if it fits."""
@@ -125,8 +130,8 @@ class Planner:
     def what_fits(self, asked: GradientPlan) -> str:
         """Returns, as a sentence, what of other backwards, shorter rows and fewer of them fits the limit."""
         data, limit, wanted = self.config.data, self.limit_bytes, self.wanted
-        segmented = [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
-        least = min((self.predictor(plan, wanted) for plan in segmented), key=lambda each: each.peak_bytes)
+        predicted = [self.predictor(plan, wanted) for plan in self._segmented()]
+        least = min(predicted, key=lambda each: each.peak_bytes)
         options = []
         if least.peak_bytes <= limit and asked.kind != "segmented":
             options.append(f"trainer=segmented (about {gigabytes(least.peak_bytes)} GB)")

@@ -36,6 +36,8 @@ def made(rows, **settings):
         ({"data__format": "tokens", "data__train_on": "all"}, "data.train_on", "by their mask"),
         ({"data__format": "text", "data__train_on": "last_assistant"}, "data.train_on", "no turns"),
         ({"trainer__patience": 3}, "trainer.patience", "data.valid"),
+        ({"trainer__segment_layers": 2}, "trainer.segment_layers", "trainer=segmented"),
+        ({"trainer__gradient": "whole", "trainer__in_flight": 2}, "trainer.in_flight", "trainer=segmented"),
         ({"trainer__eval_every": 3}, "trainer.eval_every", "data.valid"),
         (
             {"optimizer__name": "adam", "optimizer__weight_decay": 0.1},

@@ -92,7 +92,8 @@ _SETTINGS: dict[str, dict[str, Settings]] = {
     "head": _one_key("head.kind", HEADS, chunked={"head.chunk": _CHUNK}),
     "batch": {"one row": {"data.batch_size": 1}, "rows": {"data.batch_size": 3}},
     "accumulate": {"at once": {}, "accumulated": {"trainer.accumulate": 2}},
-    "segments": {"segments of one": {}} | {f"segments of {n}": {"trainer.segment_layers": n} for n in (2, 3)},
+    "segments": {"segments of one": {}}
+    | {f"segments of {n}": {"trainer.segment_layers": n} for n in (2, 3, "half")},
     "in flight": {"waited for": {}, "two in flight": {"trainer.in_flight": 2}},
 }
 MAIN_AXES = ("objective", "gradient", "layout", "family")

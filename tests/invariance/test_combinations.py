@@ -187,8 +187,9 @@ def run(case: Case, batches: list[list[Any]]) -> WindowGradient:
 
 def plan(config: Config) -> GradientPlan:
     trainer = config.trainer
-    layers, in_flight = (1 if n == "auto" else n for n in (trainer.segment_layers, trainer.in_flight))
-    return GradientPlan(trainer.gradient, layers, in_flight)
+    layers = 1 if trainer.segment_layers in ("auto", "half") else trainer.segment_layers
+    in_flight = 1 if trainer.in_flight == "auto" else trainer.in_flight
+    return GradientPlan(trainer.gradient, layers, in_flight, trainer.segment_layers == "half")
 
 
 def configured(part: Case) -> Config:
