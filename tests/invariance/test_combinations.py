@@ -36,7 +36,8 @@ from tests.invariance.pairwise import Case, pairs_among, pairs_of
 from tests.tiny_models import VOCAB_SIZE, model_config, random_model
 
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu
-# float32, sums in another order: relative to the loss, to the metrics, to the size of each gradient.
+# float32, sums in another order: relative to the loss, to the metrics, to the size of the gradient. A single
+# array's, of which a model has hundreds, may be twice as far off (measured: 1.1e-5 at the most).
 CLOSE = 1e-5 if ON_CPU else 1e-4
 EXACT = 0.0 if ON_CPU else CLOSE
 
@@ -149,8 +150,13 @@ def assert_equal(
         assert abs(found.metrics[metric] - value) <= near, metric
     gradients, others = (dict(tree_flatten(each.gradients)) for each in (expected, found))
     assert gradients.keys() == others.keys() and expected.grad_norm > 0
+    total = global_norm({array: others[array] - gradients[array] for array in gradients}).item()
+    assert (
+        total
+        <= (CLOSE if any(is_added_up(array, family) for array in gradients) else limit) * found.grad_norm
+    )
     apart = {array: difference(others[array], gradients[array], expected.grad_norm) for array in gradients}
-    limits = {array: CLOSE if is_added_up(array, family) else limit for array in gradients}
+    limits = {array: 2 * (CLOSE if is_added_up(array, family) else limit) for array in gradients}
     assert not {array: by for array, by in apart.items() if not by <= limits[array]}
 
 
