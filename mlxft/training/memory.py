@@ -46,14 +46,15 @@ class MemoryLog(StepMemory):
         self._step, self._peak = step, 0
 
     def __call__(self, phase: str, arrays: Any) -> None:
-        self._peak = self.peak_bytes()
+        mx.eval(arrays)  # if they are not yet: a segmented backward has evaluated them on the way
+        peak = mx.get_peak_memory()
+        self._peak = max(self._peak, peak)
         mx.reset_peak_memory()
-        mx.eval(arrays)
         self._file.write(
             {
                 "step": self._step,
                 "phase": phase,
-                "peak_bytes": mx.get_peak_memory(),
+                "peak_bytes": peak,
                 "active_bytes": mx.get_active_memory(),
                 "cache_bytes": mx.get_cache_memory(),
             }

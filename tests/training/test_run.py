@@ -258,9 +258,12 @@ def test_every_optimiser_trains_and_resumes_to_the_bit(name, model, data, tmp_pa
     assert not same(arrays(first), arrays(last[0]))
 
 
-def test_a_memory_log_has_each_phase_of_each_micro_batch_and_changes_nothing(model, data, left, tmp_path):
+@pytest.mark.parametrize("gradient", ["whole", "segmented"])
+def test_a_memory_log_has_each_phase_of_each_micro_batch_and_changes_nothing(
+    gradient, model, data, left, tmp_path
+):
     run_dir = tmp_path / "run"
-    more = [*WINDOWS, "trainer.max_steps=6", "optimizer.lr=1e-2"]
+    more = [*WINDOWS, "trainer.max_steps=6", "optimizer.lr=1e-2", f"trainer.gradient={gradient}"]
     train(model, data, run_dir, *more, "trainer.log_memory=true")
     assert metrics(run_dir, "train") == metrics(left, "train")
     assert same(arrays(run_dir / "adapter"), arrays(left / "adapter"))
