@@ -10,13 +10,13 @@ from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.layouts.arrange import LAYOUTS, Arranger, Group
 from mlxft.layouts.cache import TrainingCache
-from mlxft.losses import linear_logps
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.families import UNTRAINABLE
 from mlxft.models.families.whole import PADDED_ONLY
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient, hidden_states
+from mlxft.training.objectives.common import HeadPlan
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, PADDED_FAMILIES, VOCAB_SIZE, make_model
 
 SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
@@ -46,9 +46,13 @@ WEIGHTS = [np.random.default_rng(len(row)).normal(size=len(row) - 1).astype(np.f
 class Scored:
     """The sum of each row's log-probabilities, every token with a weight of its own."""
 
-    def loss(self, head, hidden, inputs):
-        rows = hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
-        return (linear_logps(rows, head, inputs["targets"], None) * inputs["weights"]).sum(), {}
+    head = HeadPlan("full")
+
+    def token_weights(self, inputs):
+        return None
+
+    def loss(self, logps, inputs):
+        return (logps * inputs["weights"]).sum(), {}
 
 
 def forwarded(layout: str, groups: list[Group], first: int = 0, multiple: int = 1):
