@@ -18,9 +18,12 @@ from mlxft.layouts.pieces import Layout
 from mlxft.losses import stepped_cross_entropy, stepped_gradients
 from mlxft.models.decoder import DecoderView, State
 from mlxft.segmented.gradients import Objective, Observer, Result, head_loss, target_rows, trained_head
+from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.programs import Half, Segment, SegmentRunner
 
 Arrays = dict[str, mx.array]
+
+_ONE_LAYER = GradientPlan("segmented")
 
 _MLP_TOKENS = 16_384  # whose MLP is computed at once, of layers in halves
 
@@ -28,27 +31,23 @@ _MLP_TOKENS = 16_384  # whose MLP is computed at once, of layers in halves
 class SegmentedGradient:
     """Loss and gradients of a model's trainable arrays, segment by segment.
 
-    segment_layers: layers of a segment. in_flight: segments that may be submitted before the first of
-    them is waited for; each keeps its activations alive, waiting costs a GPU speed. compiled: one
-    program for all segments alike. halves: walk attention and MLP of a layer apart, where it is made of
-    these two; with segments of one layer. Other arguments as in `Gradient`.
+    plan: of segments in flight each keeps its activations alive, and waiting costs a GPU speed; halves are
+    walked of layers that are made of attention and an MLP. compiled: one program for all segments alike.
+    Other arguments as in `Gradient`.
     """
 
     def __init__(
         self,
         view: DecoderView,
         objective: Objective,
-        segment_layers: int = 1,
-        in_flight: int = 1,
+        plan: GradientPlan = _ONE_LAYER,
         compiled: bool = False,
         repeatable: bool = False,
         observe: Optional[Observer] = None,
-        halves: bool = False,
     ):
         self.view = view
         self.objective = objective
-        self.segment_layers = segment_layers
-        self.in_flight = in_flight
+        self.in_flight = plan.in_flight
         self.compiled = compiled
         self.repeatable = repeatable
         self.observe = observe
@@ -56,8 +55,8 @@ class SegmentedGradient:
         names = {id(module): path for path, module in view.model.named_modules()}
         self._head_path = names[id(view.head_module)]
         paths = [names[id(layer)] for layer in view.layers]
-        self._below, self._walked = _segments(view, segment_layers, paths)
-        self._halves = _halves(view, self._walked, paths) if halves else {}
+        self._below, self._walked = _segments(view, plan.segment_layers, paths)
+        self._halves = _halves(view, self._walked, paths) if plan.halves else {}
 
     def __call__(self, params: Any, inputs: dict[str, mx.array], layout: Layout) -> Result:
         cache = TrainingCache(layout, repeatable=self.repeatable)

@@ -14,6 +14,7 @@ from mlxft.models.lora import apply_adapter
 from mlxft.segmented import segments
 from mlxft.segmented.gradients import Gradient
 from mlxft.segmented.kinds import kind_of
+from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.segments import SegmentedGradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
@@ -57,20 +58,14 @@ def results(made, gradient, layout="padded", lengths=(9, 23, 14, 3), key=4):
 def both(made, layout="padded", **settings):
     objective = Sft(HeadPlan("full"), Arranger(layout))
     whole = results(made, Gradient(made, objective), layout)
-    return whole, results(made, SegmentedGradient(made, objective, **settings), layout)
-
-
-def in_parts(family, folders, **settings):
-    made = trained_view(folders(family), **settings)
-    if not made.in_parts:
-        pytest.skip("runs only as a whole")
-    return made
+    segmented = SegmentedGradient(made, objective, GradientPlan("segmented", **settings))
+    return whole, results(made, segmented, layout)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 99])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_the_whole_backwards_in_segments_of_any_size(family, size, folders):
-    whole, segmented = both(in_parts(family, folders), segment_layers=size)
+    whole, segmented = both(trained_view(folders(family)), segment_layers=size)
     assert difference(whole, segmented) < CLOSE * SLACK
 
 
@@ -180,7 +175,7 @@ def test_a_head_evaluated_in_chunks_changes_nothing(family, settings, folders):
 def test_walking_attention_and_mlp_apart_changes_nothing(family, layout, dropout, folders, monkeypatch):
     """The MLP 10 tokens at a time, where there is no dropout; families whose layers differ go whole."""
     monkeypatch.setattr(segments, "_MLP_TOKENS", 10)
-    made = in_parts(family, folders, dropout=dropout)
+    made = trained_view(folders(family), dropout=dropout)
     whole, segmented = both(made, layout, halves=True)
     assert difference(whole, segmented) < CLOSE * SLACK
 
@@ -189,8 +184,8 @@ def test_layers_that_scale_what_they_add_have_no_halves(folders):
     """Granite's modules have the same names as Llama's, and it multiplies both sums."""
     llama, granite = trained_view(folders("llama")), trained_view(folders("granite"))
     assert llama.has_halves(0) and not granite.has_halves(0)
-    assert len(SegmentedGradient(llama, None, halves=True)._halves) == 4
-    assert not SegmentedGradient(granite, None, halves=True)._halves
+    assert len(SegmentedGradient(llama, None, GradientPlan("segmented", halves=True))._halves) == 4
+    assert not SegmentedGradient(granite, None, GradientPlan("segmented", halves=True))._halves
 
 
 @pytest.mark.parametrize(
