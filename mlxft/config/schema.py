@@ -12,6 +12,8 @@ from omegaconf import MISSING
 
 @dataclass
 class ModelConfig:
+    """The group `model`: the base model."""
+
     path: str = MISSING  # a folder or a hub id
     revision: Optional[str] = None  # a hub branch, tag or commit
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
@@ -19,6 +21,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
+    """The group `data`: the rows, and what becomes of them before training."""
+
     train: Any = None  # a file, several files, or "bundled:NAME"
     valid: Any = None  # the same, never trained on
     format: str = "auto"  # auto | messages | completion | text | preference | unpaired | tokens
@@ -33,6 +37,8 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
+    """The group `trainer`: objective, layout and gradient, and how the loop goes."""
+
     objective: str = "sft"  # what is minimised: sft | dpo | orpo | cpo | simpo | kto
     layout: str = "auto"  # how rows share one forward: auto | padded | packed | prefix_shared
     gradient: str = "auto"  # of the backward: auto (fastest that fits) | whole | checkpoint | segmented
@@ -58,6 +64,8 @@ class TrainerConfig:
 
 @dataclass
 class LossConfig:
+    """The group `loss`: what preference objectives take; `sft` has none of it."""
+
     beta: Optional[float] = None  # weight of the preference; None: 0.1, for simpo 2.0
     variant: str = "sigmoid"  # of dpo: sigmoid | robust | cdpo | ipo | hinge | norm | exo_pair | apo_zero
     label_smoothing: float = 0.0  # the chance that a pair's label is wrong
@@ -72,12 +80,16 @@ class LossConfig:
 
 @dataclass
 class HeadConfig:
+    """The group `head`: how many logits exist at once."""
+
     kind: str = "auto"  # auto | full | chunked
     chunk: int = 1024  # supervised tokens whose logits exist at once
 
 
 @dataclass
 class AdapterConfig:
+    """The group `adapter`: what is trained."""
+
     kind: str = "lora"  # lora | full
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
@@ -89,6 +101,8 @@ class AdapterConfig:
 
 @dataclass
 class OptimizerConfig:
+    """The group `optimizer`: how a gradient changes what is trained."""
+
     name: str = "adamw"  # adamw | adam | adamax | lion | muon | adafactor | sgd | rmsprop | ...
     lr: float = 1e-4  # the highest learning rate
     weight_decay: float = 0.01  # apart from the gradient, times the learning rate
@@ -99,6 +113,8 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
+    """The group `schedule`: the learning rate over the steps."""
+
     name: str = "cosine"  # constant | cosine | linear
     warmup_steps: int = 0  # optimiser steps from nothing to the highest learning rate
     final_ratio: float = 0.0  # the last learning rate over the highest
@@ -106,11 +122,15 @@ class ScheduleConfig:
 
 @dataclass
 class RunConfig:
+    """The group `run`: where the run's folder is."""
+
     dir: Optional[str] = None  # None: runs/<recipe or objective>/<time>
 
 
 @dataclass
 class Config:
+    """All of a training run's groups, each at its defaults until something is set."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -124,6 +144,8 @@ class Config:
 
 @dataclass
 class PreviewConfig:
+    """The group `preview`: what `mlxft preview` shows."""
+
     rows: int = 3  # how many are shown, from the first on
     split: str = "train"  # of which data: train | valid
     tokens: bool = False  # a table of their tokens as well

@@ -40,6 +40,7 @@ class BatchOrder:
 
     @property
     def num_batches(self) -> int:
+        """Batches of an epoch."""
         return -(-len(self._lengths) // self._batch_size)
 
     def epoch(self, n: int) -> list[list[int]]:
@@ -93,6 +94,7 @@ class PackedOrder:
 
     @property
     def num_batches(self) -> int:
+        """Batches of an epoch."""
         return len(self._batches)
 
     def epoch(self, n: int) -> list[list[int]]:

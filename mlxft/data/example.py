@@ -28,6 +28,7 @@ class Example:
 
     @property
     def num_supervised(self) -> int:
+        """Targets; nothing predicts the first token, so it is none."""
         return int(self.mask[1:].sum())
 
 
@@ -61,6 +62,7 @@ class Pair:
 
     @property
     def num_supervised(self) -> int:
+        """Targets of both answers."""
         return int(self.chosen_mask.sum() + self.rejected_mask.sum())
 
     @property

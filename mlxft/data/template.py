@@ -32,6 +32,7 @@ class Rendered:
         return int(np.searchsorted(self.offsets[:, 1], character, side="right"))
 
     def text_of(self, first: int, last: int) -> str:
+        """Returns the text of the tokens from `first` to `last`, both among them."""
         return self.text[self.offsets[first, 0] : self.offsets[last, 1]]
 
 

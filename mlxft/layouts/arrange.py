@@ -45,6 +45,7 @@ class Arrangement:
 
     @property
     def num_positions(self) -> int:
+        """Positions forwarded, B * T, what rounds up among them."""
         return self.tokens.size
 
 

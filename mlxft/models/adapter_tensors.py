@@ -77,6 +77,7 @@ def paired(tensors: dict[str, mx.array], suffixes: tuple[str, str],
 
 
 def described(name: str, tensor: mx.array) -> str:
+    """Returns a tensor as it stands in a message: its name and its shape."""
     return f"{name} {tuple(tensor.shape)}"
 
 

@@ -70,6 +70,7 @@ class DecoderView:
 
     @property
     def embedding(self) -> nn.Module:
+        """The layer that turns tokens into embeddings."""
         return self.decoder.embed_tokens
 
     @property
@@ -153,6 +154,7 @@ class DecoderView:
 
     @property
     def is_tied(self) -> bool:
+        """Whether the embedding is the head too."""
         return "lm_head" not in self.text
 
     def head(self, params: dict, hidden: mx.array) -> mx.array:

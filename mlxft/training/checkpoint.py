@@ -45,6 +45,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Optimiser steps done when it was written."""
         return self.state["step"]
 
     @property
@@ -54,6 +55,7 @@ class Checkpoint:
 
     @property
     def has_optimizer(self) -> bool:
+        """Whether training can go on from it, not only an adapter be taken."""
         return (self.folder / OPTIMIZER).exists()
 
     def arrays(self, name: str) -> dict[str, mx.array]:

@@ -24,18 +24,18 @@ class Windows:
     accumulate: int
 
     @property
-    def per_epoch(self) -> int:
+    def _per_epoch(self) -> int:
         return math.ceil(self.order.num_batches / self.accumulate)
 
     def at(self, step: int) -> list[list[Row]]:
         """Returns the micro-batches of the optimiser step `step`, counted from 0 over all epochs."""
-        epoch, window = divmod(step, self.per_epoch)
+        epoch, window = divmod(step, self._per_epoch)
         batches = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
         return [[self.rows[i] for i in batch] for batch in batches]
 
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
         """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""
-        return max_steps if max_steps is not None else max(1, math.ceil(round(epochs * self.per_epoch, 6)))
+        return max_steps if max_steps is not None else max(1, math.ceil(round(epochs * self._per_epoch, 6)))
 
 
 def dropout_key_data(seed: int, step: int, micro: int) -> np.ndarray:
