@@ -3,6 +3,7 @@
 Shapes: B rows, N query heads, K key heads, Q queries, S keys, D head width, W window.
 """
 
+from dataclasses import dataclass
 from typing import Optional
 
 import mlx.core as mx
@@ -26,31 +27,34 @@ _MOST_FUSED_ROWS = 32_768  # one fused call over 131,072 runs out of an H200's m
 _LONG_PIECE = 512
 
 
-def attend(
-    q,
-    k,
-    v,
-    *,
-    scale: float,
-    layout: Layout,
-    window: Optional[int] = None,
-    sinks=None,
-    repeatable: bool = False,
-) -> mx.array:
+@dataclass(frozen=True)
+class LayerAttention:
+    """How a layer attends to what it sees.
+
+    scale: of the scores. window: a query sees at most that many positions, itself included; None: all.
+    sinks: (N,), scores that every query has beside those of its keys. repeatable: same bits every time,
+    also where the backend's own backward is not.
+    """
+
+    scale: float
+    window: Optional[int] = None
+    sinks: Optional[mx.array] = None
+    repeatable: bool = False
+
+
+def attend(q, k, v, layout: Layout, how: LayerAttention) -> mx.array:
     """Returns the attention output (B, N, length, D) of queries that see what `layout` lets them.
 
-    q: (B, N, length, D). k, v: (B, K, length, D). window: a query sees at most that many positions,
-    itself included. repeatable: same bits every time, also where the backend's own backward is not.
+    q: (B, N, length, D). k, v: (B, K, length, D).
     """
-    how = dict(scale=scale, sinks=sinks, repeatable=repeatable)
     if len(layout.pieces) == 1 and len(layout.pieces[0].keys) == 1:
-        return _attend_one(q, k, v, window, how)
+        return _attend_one(q, k, v, how)
     if layout.length >= _LONG_PIECE * len(layout.pieces):
         parts = zip(_queries(q, layout), _keys(k, layout), _keys(v, layout), strict=True)
-        return mx.concatenate([_attend_one(*part, window, how) for part in parts], axis=2)
+        return mx.concatenate([_attend_one(*part, how) for part in parts], axis=2)
     folded = folding(layout, shape_multiple())
     groups = zip(folded.queries(q), folded.keys(k), folded.keys(v), strict=True)
-    return folded.unfolded([_attend_one(*group, window, how) for group in groups])
+    return folded.unfolded([_attend_one(*group, how) for group in groups])
 
 
 def _queries(x: mx.array, layout: Layout) -> list[mx.array]:
@@ -73,26 +77,26 @@ def _keys(x: mx.array, layout: Layout) -> list[mx.array]:
     return [parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2) for parts in seen]
 
 
-def _attend_one(q, k, v, window: Optional[int], how) -> mx.array:
+def _attend_one(q, k, v, how: LayerAttention) -> mx.array:
     """Attention of the last Q of S positions, each seeing itself and what comes before."""
-    if window is None or window >= k.shape[2]:
-        return _causal(q, k, v, **how)
-    return _windowed(q, k, v, window, how)
+    if how.window is None or how.window >= k.shape[2]:
+        return _causal(q, k, v, how)
+    return _windowed(q, k, v, how.window, how)
 
 
-def _causal(q, k, v, *, scale, sinks, repeatable) -> mx.array:
+def _causal(q, k, v, how: LayerAttention) -> mx.array:
     """Causal attention aligned to the lower right, in one call or, where that takes too much, in blocks."""
 
     def call(q, k, v, *sinks):
         given = sinks[0] if sinks else None
-        if repeatable and backend() == "cuda":
-            return _composed(q, k, v, _causal_mask(q.shape[2], k.shape[2]), scale, given)
-        return _fused(q, k, v, scale, given)
+        if how.repeatable and backend() == "cuda":
+            return _composed(q, k, v, _causal_mask(q.shape[2], k.shape[2]), how.scale, given)
+        return _fused(q, k, v, how.scale, given)
 
-    most = _most_rows(q, k, repeatable)
+    most = _most_rows(q, k, how.repeatable)
     if q.shape[2] > most:
-        return causal_in_blocks(call, q, k, v, sinks, most)
-    return call(q, k, v, *(() if sinks is None else (sinks,)))
+        return causal_in_blocks(call, q, k, v, how.sinks, most)
+    return call(q, k, v, *(() if how.sinks is None else (how.sinks,)))
 
 
 def _fused(q, k, v, scale, sinks) -> mx.array:
@@ -130,7 +134,7 @@ def _causal_mask(num_queries: int, num_keys: int) -> mx.array:
     return mx.arange(num_keys)[None] <= row
 
 
-def _windowed(q, k, v, window: int, how) -> mx.array:
+def _windowed(q, k, v, window: int, how: LayerAttention) -> mx.array:
     """Causal within a sliding window: blocks of W queries, each against two windows of keys.
 
     All blocks but the first have the same mask (W, 2W) and go through one call.
@@ -147,15 +151,15 @@ def _windowed(q, k, v, window: int, how) -> mx.array:
     return mx.concatenate([out, rest], axis=2)
 
 
-def _first_block(q, k, v, window: int, how) -> mx.array:
+def _first_block(q, k, v, window: int, how: LayerAttention) -> mx.array:
     if k.shape[2] <= window:
-        return _causal(q, k, v, **how)
+        return _causal(q, k, v, how)
     row = mx.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
     column = mx.arange(k.shape[2])[None]
     return _masked(q, k, v, (column <= row) & (column > row - window), how)
 
 
-def _later_blocks(q, k, v, window: int, how) -> mx.array:
+def _later_blocks(q, k, v, window: int, how: LayerAttention) -> mx.array:
     """q: (B, N, Q, D), the queries after the first W; k, v: (B, K, W + Q, D), from the block before on."""
     rows, num_queries = q.shape[0], q.shape[2]
     pad = [(0, 0), (0, 0), (0, -num_queries % window), (0, 0)]
@@ -182,10 +186,10 @@ def _fold(x: mx.array, rows: int) -> mx.array:
     return x.transpose(0, 2, 1, 3, 4).reshape(rows, x.shape[1], *x.shape[3:])
 
 
-def _masked(q, k, v, mask: mx.array, how) -> mx.array:
-    if how["repeatable"] and backend() == "cuda":
-        return _composed(q, k, v, mask, how["scale"], how["sinks"])
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=how["scale"], mask=mask, sinks=how["sinks"])
+def _masked(q, k, v, mask: mx.array, how: LayerAttention) -> mx.array:
+    if how.repeatable and backend() == "cuda":
+        return _composed(q, k, v, mask, how.scale, how.sinks)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=how.scale, mask=mask, sinks=how.sinks)
 
 
 def _composed(q, k, v, mask, scale, sinks) -> mx.array:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxft.backend import shape_multiple
-from mlxft.layouts.attention import attend
+from mlxft.layouts.attention import LayerAttention, attend
 from mlxft.layouts.pieces import Layout
 from mlxft.layouts.recurrent import by_runs
 
@@ -64,9 +64,7 @@ class TrainingCache:
     def attend(self, q, k, v, scale: float, mask: Optional[Window], sinks=None) -> mx.array:
         """Returns the attention output (B, N, T, D); called by the dispatcher in `install`."""
         window = mask.size if mask is not None else None
-        return attend(
-            q, k, v, scale=scale, layout=self.layout, window=window, sinks=sinks, repeatable=self.repeatable
-        )
+        return attend(q, k, v, self.layout, LayerAttention(scale, window, sinks, self.repeatable))
 
     def recur(self, call: Callable, x: mx.array) -> mx.array:
         """Returns the output (B, T, H) of a recurrent layer that `call(x, mask, cache)` runs."""

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxft.layouts.attention import _causal_mask, _composed, attend
+from mlxft.layouts.attention import LayerAttention, _causal_mask, _composed, attend
 from mlxft.layouts.pieces import Layout, Piece, padded
 
 SCALE = 0.35
@@ -54,7 +54,7 @@ def test_windows_in_blocks_equal_a_mask(length, window):
     weight = mx.random.normal(q.shape, key=mx.random.key(9))
 
     def ours(q, k, v):
-        return (attend(q, k, v, scale=SCALE, layout=padded(length), window=window) * weight).sum()
+        return (attend(q, k, v, padded(length), LayerAttention(SCALE, window=window)) * weight).sum()
 
     def plain(q, k, v):
         return (masked_attention(q, k, v, causal(length, window)) * weight).sum()
@@ -70,7 +70,7 @@ def test_windows_in_blocks_equal_a_mask(length, window):
 def test_a_branch_sees_the_prompt_and_itself_at_logical_distances(window):
     layout, allowed = shared_prompt(9, 6, 8, window)
     q, k, v = arrays(layout.length, rows=1)
-    out = attend(q, k, v, scale=SCALE, layout=layout, window=window)
+    out = attend(q, k, v, layout, LayerAttention(SCALE, window=window))
     assert mx.abs(out - masked_attention(q, k, v, allowed)).max().item() < 1e-5 * SLACK
 
 
@@ -101,7 +101,7 @@ def test_memory_of_a_window_grows_with_the_row_not_its_square():
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        mx.eval(attend(q, k, v, scale=SCALE, layout=padded(length), window=16))
+        mx.eval(attend(q, k, v, padded(length), LayerAttention(SCALE, window=16)))
         return mx.get_peak_memory() - before
 
     assert peak(4096) < 6 * peak(1024)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlxft.layouts import attention
-from mlxft.layouts.attention import attend
+from mlxft.layouts.attention import LayerAttention, attend
 from mlxft.layouts.blocks import causal_in_blocks
 from mlxft.layouts.pieces import Layout, Piece, padded
 
@@ -49,10 +49,10 @@ def test_rows_and_pieces_may_be_longer_than_a_block(window, monkeypatch):
     pieces = Piece(0, 14, ((0, 14),), 0), Piece(14, 21, ((0, 9), (14, 21)), 9)
     for layout in (padded(21), Layout(21, pieces)):
         q, k, v, _, _ = arrays(21, 21)
-        whole = attend(q, k, v, scale=SCALE, layout=layout, window=window)
+        whole = attend(q, k, v, layout, LayerAttention(SCALE, window=window))
         monkeypatch.setattr(attention, "_SCORES_BYTES", dict.fromkeys(("cpu", "metal", "cuda"), 0))
         monkeypatch.setattr(attention, "_FEWEST_ROWS", 4)
-        blocks = attend(q, k, v, scale=SCALE, layout=layout, window=window)
+        blocks = attend(q, k, v, layout, LayerAttention(SCALE, window=window))
         monkeypatch.undo()
         assert mx.abs(whole - blocks).max().item() < 1e-5 * SLACK
 
@@ -66,7 +66,7 @@ def test_the_scores_of_all_blocks_never_exist_together():
     before = mx.get_active_memory()
     mx.eval(
         mx.grad(
-            lambda q, k, v: attend(q, k, v, scale=SCALE, layout=padded(4096)).square().sum(),
+            lambda q, k, v: attend(q, k, v, padded(4096), LayerAttention(SCALE)).square().sum(),
             argnums=(0, 1, 2),
         )(q, k, v)
     )

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlxft.layouts import attention
-from mlxft.layouts.attention import attend
+from mlxft.layouts.attention import LayerAttention, attend
 from mlxft.layouts.fold import Folding
 from mlxft.layouts.pieces import Layout, Piece
 
@@ -51,8 +51,8 @@ def one_by_one(q, k, v, layout, window):
     outputs = []
     for piece in layout.pieces:
         keys, values = (mx.concatenate([x[:, :, a:b] for a, b in piece.keys], axis=2) for x in (k, v))
-        how = dict(scale=SCALE, sinks=None, repeatable=False)
-        outputs.append(attention._attend_one(q[:, :, piece.start : piece.stop], keys, values, window, how))
+        how = LayerAttention(SCALE, window=window)
+        outputs.append(attention._attend_one(q[:, :, piece.start : piece.stop], keys, values, how))
     return mx.concatenate(outputs, axis=2)
 
 
@@ -69,13 +69,13 @@ def test_folded_or_cut_pieces_give_what_each_gives_alone(name, window, long_piec
     k, v = (mx.random.normal((2, 2, layout.length, 8), key=key) for key in keys[2:])
 
     def ours(q, k, v):
-        return (attend(q, k, v, scale=SCALE, layout=layout, window=window) * weight).sum()
+        return (attend(q, k, v, layout, LayerAttention(SCALE, window=window)) * weight).sum()
 
     def theirs(q, k, v):
         return (one_by_one(q, k, v, layout, window) * weight).sum()
 
     close = 0.0 if multiple == 1 and SLACK == 1 else 1e-5 * SLACK
-    out = attend(q, k, v, scale=SCALE, layout=layout, window=window)
+    out = attend(q, k, v, layout, LayerAttention(SCALE, window=window))
     assert mx.abs(out - one_by_one(q, k, v, layout, window)).max().item() <= close
     expected = mx.grad(theirs, argnums=(0, 1, 2))(q, k, v)
     for one, other in zip(mx.grad(ours, argnums=(0, 1, 2))(q, k, v), expected, strict=True):
@@ -98,5 +98,5 @@ def test_many_short_pieces_cost_one_attention_call_a_shape(monkeypatch):
     monkeypatch.setattr(attention, "shape_multiple", lambda: 1)
     layout = packed(*[5, 9] * 20)
     x = mx.random.normal((1, 2, layout.length, 8), key=mx.random.key(0))
-    attend(x, x, x, scale=SCALE, layout=layout)
+    attend(x, x, x, layout, LayerAttention(SCALE))
     assert sorted(calls) == [(20, 2, 5, 8), (20, 2, 9, 8)]
