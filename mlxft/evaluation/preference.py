@@ -20,9 +20,10 @@ class PreferenceEvaluation:
     """What a model makes of pairs; log-probabilities in nats.
 
     accuracy: share of pairs whose chosen answer has the higher mean log-probability a token, with its
-    standard error; accuracy_of_sums: the same by the whole answers' log-probabilities. margin: mean of
-    log p(chosen) - log p(rejected) of whole answers. log_odds: mean log odds ratio, of means a token, as
-    ORPO's `log_odds_chosen`. logps_*: mean over pairs of the mean log-probability a token.
+    standard error; accuracy_of_sums: the same by the whole answers' log-probabilities; a pair that has one
+    answer twice is never right. margin: mean of log p(chosen) - log p(rejected) of whole answers. log_odds:
+    mean log odds ratio, of means a token, as ORPO's `log_odds_chosen`. logps_*: mean over pairs of the mean
+    log-probability a token.
     """
 
     accuracy: float
@@ -61,10 +62,11 @@ def evaluate_pairs(
     Raises: GuardStop where a log-probability is not finite.
     """
     began = time.perf_counter()
-    sums, counts = [], []
+    sums, counts, differ = [], [], []
     for batch in batches:
         sums.append(objective.answer_logps(view, batch))
         counts += [[pair.chosen_mask.sum(), pair.rejected_mask.sum()] for pair in batch]
+        differ += [not pair.is_identical for pair in batch]
     sums, counts = np.concatenate(sums).astype(np.float64), np.array(counts)
     if not np.isfinite(sums).all():
         raise GuardStop(
@@ -72,12 +74,12 @@ def evaluate_pairs(
             "not finite. The weights may hold inf or nan, or model.dtype be too narrow for them"
         )
     means = sums / counts
-    right = means[:, 0] > means[:, 1]
+    right, right_by_sums = (np.array(differ) & (each[:, 0] > each[:, 1]) for each in (means, sums))
     odds = np.array(log_odds_ratio(*(mx.array(column.astype(np.float32)) for column in means.T)))
     return PreferenceEvaluation(
         accuracy=float(right.mean()),
         accuracy_stderr=math.sqrt(right.mean() * (1 - right.mean()) / len(right)),
-        accuracy_of_sums=float((sums[:, 0] > sums[:, 1]).mean()),
+        accuracy_of_sums=float(right_by_sums.mean()),
         margin=float((sums[:, 0] - sums[:, 1]).mean()),
         log_odds=float(odds.mean()),
         logps_chosen=float(means[:, 0].mean()),

@@ -49,6 +49,20 @@ def test_accuracy_margin_and_odds_are_those_of_the_models_own_logits(files):
     assert (made.pairs, made.tokens) == (3, 12)
 
 
+def test_a_pair_of_one_answer_twice_is_never_right(files):
+    """The head takes seven tokens at once: rounding makes either answer of four the likelier."""
+    folder, data = files
+    random = np.random.default_rng(0)
+    answers = [random.integers(3, 200, 4).tolist() for _ in range(80)]
+    prompts = [random.integers(3, 200, 5).tolist() for _ in answers]
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    rows = [dict(zip(names, (p, a, a), strict=True)) for p, a in zip(prompts, answers, strict=True)]
+    overrides = [f"model.path={folder}", f"data.valid={write_rows(data, rows)}", "head.kind=chunked"]
+    found = evaluate_config(compose([*overrides, "head.chunk=7"], command="eval").config)
+    assert (found.evaluation.accuracy, found.evaluation.accuracy_of_sums) == (0.0, 0.0)
+    assert found.evaluation.margin == pytest.approx(0.0, abs=1e-3)
+
+
 def test_the_figures_of_pairs_are_one_json_object(files, capsys):
     folder, data = files
     assert cli.main(["eval", f"model.path={folder}", f"data.valid={data}", "--json"]) == 0

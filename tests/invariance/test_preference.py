@@ -1,12 +1,14 @@
 """Preference objectives, beside what test_combinations compares: programs, the reference, kto's formula."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxft.config.schema import AdapterConfig
 from mlxft.data.example import Pair, Unpaired
-from mlxft.layouts.arrange import Arranger
+from mlxft.layouts.arrange import LAYOUTS, Arranger
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import adapter_disabled, apply_adapter
@@ -41,6 +43,23 @@ def test_pieces_that_come_again_are_compiled_and_two_layouts_of_one_length_are_t
             one, other = (g(params, prepared.inputs, prepared.layout) for g in (compiled, plain))
             assert one[0].item() == pytest.approx(other[0].item(), rel=CLOSE * SLACK)
     assert len(compiled._programs) == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pair_of_one_answer_twice_is_never_counted_as_right(layout, made):  # noqa: F811
+    """The head takes seven tokens at once: rounding makes either answer of four the likelier."""
+    pairs = [pair(5, 4, 7, seed) for seed in range(40)]
+    twice = [replace(p, rejected=p.chosen, rejected_mask=p.chosen_mask) for p in pairs]
+    objective = Orpo(HeadPlan("chunked", 7), Arranger(layout), LossSettings(beta=0.1))
+    gradient = Gradient(made, objective, "whole", compiled=False)
+    params = made.model.trainable_parameters()
+
+    def accuracy(rows) -> float:
+        prepared = objective.prepare(rows, objective.counts(rows))
+        return gradient(params, prepared.inputs, prepared.layout)[1]["rewards/accuracies"].item()
+
+    assert accuracy(twice) == 0.0
+    assert accuracy(pairs + twice) == pytest.approx(accuracy(pairs) / 2)
 
 
 def test_the_reference_switch_restores_every_layers_own_scale(made):  # noqa: F811

@@ -122,7 +122,8 @@ class PairObjective(ABC):
         """Returns the micro-batch: rows are chosen, rejected, chosen, ... in the order of the pairs.
 
         Inputs beside those of a forward: row (M,), whose answer a target is of, -1 for none; nll_weights
-        (M,); pair_weights (P,); answer_counts (2P,); ref_logps (2P,) where a reference is needed.
+        (M,); pair_weights (P,); accuracy_weights (P,), 0 for one answer twice; answer_counts (2P,);
+        ref_logps (2P,) where a reference is needed.
         """
         arranged = self.arranger([Group(pair.prompt, (pair.chosen, pair.rejected)) for pair in pairs])
         targets = Targets(arranged)
@@ -148,8 +149,12 @@ class PairObjective(ABC):
 
     def _per_pair(self, pairs: Sequence[Pair], counts: Counts) -> Inputs:
         answer_counts = [mask.sum() for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]
+        # Rounding makes either of two equal answers the likelier where their forwards differ in shape.
+        differ = [not pair.is_identical for pair in pairs]
+        weight = 1.0 / max(counts["pairs"], 1)
         inputs = {
-            "pair_weights": mx.full(len(pairs), 1.0 / max(counts["pairs"], 1)),
+            "pair_weights": mx.full(len(pairs), weight),
+            "accuracy_weights": mx.array(weight * np.array(differ, np.float32)),
             "answer_counts": mx.array(np.array(answer_counts, np.float32)),
         }
         if self.needs_reference:
@@ -180,9 +185,11 @@ class PairObjective(ABC):
         refs = inputs.get("ref_logps")
         both = (refs[0::2], refs[1::2]) if refs is not None else (None, None)
         terms, metrics = self.terms(_Answers(sums[0::2], sums[1::2], counts[0::2], counts[1::2], *both))
-        weights = inputs["pair_weights"]
-        weighted = {name: (value * weights).sum() for name, value in metrics.items()}
-        loss = (terms * weights).sum()
+        weights = {"rewards/accuracies": inputs["accuracy_weights"]}
+        weighted = {
+            name: (value * weights.get(name, inputs["pair_weights"])).sum() for name, value in metrics.items()
+        }
+        loss = (terms * inputs["pair_weights"]).sum()
         if self.settings.nll_weight:
             nll = -(logps * inputs["nll_weights"]).sum()
             loss = loss + nll
