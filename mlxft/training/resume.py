@@ -1,7 +1,8 @@
-"""What a run continues: whether a checkpoint fits its settings, rows and adapter, and putting it back.
+"""What a run continues: whether a checkpoint fits its settings, weights, rows and adapter; putting it back.
 
-A setting counts by what it comes to: a file by where it lies, rows by their tokens, an adapter by the
-layers, rank and scale it has. Keys that a later version adds or drops do not stand in the way.
+A setting counts by what it comes to: a file by where it lies, a model by its weights too, rows by their
+tokens, an adapter by the layers, rank and scale it has. Keys that a later version adds or drops do not
+stand in the way.
 """
 
 import json
@@ -29,6 +30,7 @@ from mlxft.training.loop import Progress
 log = logging.getLogger("mlxft")
 
 Settings = dict[str, Any]
+Weights = Mapping[str, Mapping[str, str]]  # digests of a model's files by name, by the key that names it
 
 _PATHS = ("model.path", "data.train", "data.valid", "adapter.init_from")
 # Without these the arrays, the optimiser's state or the order of the rows would not be the checkpoint's.
@@ -99,9 +101,12 @@ def _changed(one: Settings, other: Settings) -> list[str]:
     return [key for key in one if one[key] != other[key]]
 
 
-def identity(config: Mapping[str, Any], rows: Mapping[str, Optional[str]], report: AdapterReport) -> Settings:
+def identity(
+    config: Mapping[str, Any], weights: Weights, rows: Mapping[str, Optional[str]], report: AdapterReport
+) -> Settings:
     """Returns what a checkpoint's state says of the run that wrote it, for the checks below."""
-    return {"config": config, "folder": str(Path.cwd()), "rows": rows, "adapter": _adapter(report)}
+    said = {"config": config, "folder": str(Path.cwd())}
+    return said | {"weights": weights, "rows": rows, "adapter": _adapter(report)}
 
 
 def _adapter(report: AdapterReport) -> dict[str, Any]:
@@ -157,6 +162,23 @@ class Continuation:
     def _is_plain_rank(self, key: str) -> bool:
         known = self._now[key] is not None and self._before[key] is not None
         return key in ("adapter.rank", "adapter.alpha") and known
+
+    def check_weights(self, weights: Weights) -> None:
+        """Compares the files of the base model, and of the reference where that is a model of its own."""
+        before = self.checkpoint.state.get("weights", {})  # an earlier version's says nothing of them
+        for key in before.keys() & weights.keys():
+            names = sorted({name for name, _ in before[key].items() ^ weights[key].items()})
+            if not names or self._now[key] != self._before[key]:
+                continue
+            what = f"{key}={self._now[key]} has other weights now ({', '.join(names[:4])})"
+            if key != "model.path":
+                log.warning("resuming: %s; the run will differ from one never stopped", what)
+                continue
+            folder = self.checkpoint.folder
+            raise InputError(
+                f"{folder} was trained on a model that has changed since: {what}. Put them back, or start a "
+                f"new run from what it had learnt with adapter.init_from={folder}"
+            )
 
     def check_rows(self, rows: Mapping[str, Optional[str]]) -> None:
         """Compares fingerprints of the rows: {"train": ..., "valid": ...}."""

@@ -15,6 +15,7 @@ from mlxft.data.batches import PackedOrder
 from mlxft.errors import InputError, MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
+from mlxft.models.fingerprint import fingerprint
 from mlxft.models.load import load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
@@ -92,6 +93,11 @@ class _Run:
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
         reference_folder = model_folder(config, folder)  # one that is missing is told before anything is read
+        self.weights = {"model.path": fingerprint(folder)}
+        if reference_folder != folder:
+            self.weights["loss.reference"] = fingerprint(reference_folder)
+        if start.continuation:
+            start.continuation.check_weights(self.weights)
         vocabulary = vocabulary_size(folder)
         asks = config.data.format != "tokens" or bool(config.trainer.samples)
         self.tokenizer = load_tokenizer(folder, required=asks)
@@ -238,7 +244,7 @@ class _Run:
             best,
             self.memory,
             check,
-            resume.identity(asdict(self.config), self.rows.fingerprints(), self.report)
+            resume.identity(asdict(self.config), self.weights, self.rows.fingerprints(), self.report)
             | {"gradient": asdict(self._plan)},
             self.progress,
             saved_step=0 if self.start.is_elsewhere else self.start.step,

@@ -10,8 +10,10 @@ import yaml
 
 from mlxft.config import from_dict
 from mlxft.errors import InputError
+from mlxft.models.fingerprint import fingerprint
 from mlxft.training.resume import same_training, settings
 from tests.runs import STEPS, arrays, content, metrics, resaved, same, train, write_rows, write_token_rows
+from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -106,6 +108,52 @@ def test_a_key_that_only_one_version_has_does_not_stand_in_the_way(run, finished
     del older["trainer"]["deterministic"], older["head"]
     older["trainer"]["dropped_since"] = 3
     resaved(checkpoint, config=older, counted_since=7)
+    train(model, data, run, *STEPS, "trainer.max_steps=6", "trainer.resume=auto")
+    assert metrics(run, "train") == metrics(finished, "train")
+
+
+def test_a_base_model_that_changed_in_place_is_refused(model, data, here):
+    own = shutil.copytree(model, here / "model")
+    more = [*STEPS, "trainer.max_steps=2", "trainer.resume=auto"]
+    train(own, data, here / "run", *STEPS, "trainer.max_steps=1")
+    before = content(here / "run")
+    make_model(own, "llama", seed=1, num_hidden_layers=2)
+    with pytest.raises(InputError) as refusal:
+        train(own, data, here / "run", *more)
+    folder = (here / "run" / "checkpoints" / "step-000001").resolve()
+    assert str(refusal.value) == (
+        f"{folder} was trained on a model that has changed since: model.path={own} has other weights now "
+        f"(model.safetensors). Put them back, or start a new run from what it had learnt with "
+        f"adapter.init_from={folder}"
+    )
+    assert content(here / "run") == before
+    train(own, data, here / "new", *STEPS, "trainer.max_steps=1", f"adapter.init_from={folder}")
+    shutil.copy(model / "model.safetensors", own)  # put back: another time, the same weights
+    train(own, data, here / "run", *more)
+    assert [line["step"] for line in metrics(here / "run")] == [1, 2]
+
+
+def test_a_reference_that_changed_in_place_is_a_warning(model, here, caplog, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    pair = {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}
+    data = write_rows(here / "pairs.jsonl", [pair] * 4)
+    reference = make_model(here / "reference", "llama", seed=1, num_hidden_layers=2)
+    more = [*STEPS, "trainer=dpo", f"loss.reference={reference}", "trainer.resume=auto"]
+    train(model, data, here / "run", *more, "trainer.max_steps=1")
+    train(model, data, here / "run", *more, "trainer.max_steps=2")
+    assert "other weights" not in caplog.text
+    make_model(reference, "llama", seed=2, num_hidden_layers=2)
+    train(model, data, here / "run", *more, "trainer.max_steps=3")
+    words = f"resuming: loss.reference={reference} has other weights now (model.safetensors); the run will"
+    assert words in caplog.text
+
+
+def test_a_checkpoint_that_says_nothing_of_weights_goes_on(run, finished, model, data):
+    """As versions wrote it that did not look at them."""
+    checkpoint = run / "checkpoints" / "step-000004"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["weights"] == {"model.path": fingerprint(model)}
+    resaved(checkpoint, weights={})
     train(model, data, run, *STEPS, "trainer.max_steps=6", "trainer.resume=auto")
     assert metrics(run, "train") == metrics(finished, "train")
 
