@@ -145,41 +145,28 @@ def _betas(value: list[float]) -> list[float]:
     return [Range(0, 1, open_high=True)(beta) for beta in value]
 
 
-def _keep(value: Any) -> int | str:
-    if value == "all":
-        return "all"
-    try:
-        return Range(1)(_whole(value))
-    except ValueError:
-        text = f'{_shown(value)} is neither a number of checkpoints, at least 1, nor "all"'
-        raise ValueError(text) from None
+def _number_or(*words: str, number: Rule, called: str) -> Rule:
+    """Returns a rule that accepts `words` in any case, and what `number` accepts, which messages call so."""
+
+    def rule(value: Any) -> Any:
+        text = str(value).strip().lower()
+        if text in words:
+            return text
+        try:
+            return number(value)
+        except ValueError:
+            known = ", nor ".join(f'"{word}"' for word in words)
+            raise ValueError(f"{_shown(value)} is neither {called}, nor {known}") from None
+
+    return rule
 
 
-def _number_or_auto(value: Any) -> int | str:
-    if str(value).strip().lower() == "auto":
-        return "auto"
-    try:
-        return int(Range(1)(_whole(value)))
-    except ValueError:
-        raise ValueError(f'{_shown(value)} is neither a whole number, at least 1, nor "auto"') from None
+def _count(value: Any) -> int:
+    return Range(1)(_whole(value))
 
 
-def _gigabytes_or_auto(value: Any) -> float | str:
-    if str(value).strip().lower() == "auto":
-        return "auto"
-    try:
-        return float(Range(0, open_low=True)(_number(value)))
-    except ValueError:
-        raise ValueError(f'{_shown(value)} is neither a number of GB, more than 0, nor "auto"') from None
-
-
-def _segment_layers(value: Any) -> int | str:
-    if str(value).strip().lower() == "half":
-        return "half"
-    try:
-        return _number_or_auto(value)
-    except ValueError as error:
-        raise ValueError(f'{error}, nor "half"') from None
+def _gigabytes(value: Any) -> float:
+    return Range(0, open_low=True)(_number(value))
 
 
 def _layers(value: Any) -> str:
@@ -215,6 +202,8 @@ def _files(value: Any) -> str | list[str]:
     return _path(value)
 
 
+_COUNT = "a whole number, at least 1"
+
 RULES: dict[str, Rule] = {
     "model.path": _path,
     "model.dtype": one_of(choices.DTYPES),
@@ -229,9 +218,9 @@ RULES: dict[str, Rule] = {
     "trainer.objective": one_of(choices.OBJECTIVES),
     "trainer.layout": one_of(choices.LAYOUTS),
     "trainer.gradient": one_of(choices.GRADIENTS),
-    "trainer.segment_layers": _segment_layers,
-    "trainer.in_flight": _number_or_auto,
-    "trainer.memory_limit": _gigabytes_or_auto,
+    "trainer.segment_layers": _number_or("auto", "half", number=_count, called=_COUNT),
+    "trainer.in_flight": _number_or("auto", number=_count, called=_COUNT),
+    "trainer.memory_limit": _number_or("auto", number=_gigabytes, called="a number of GB, more than 0"),
     "trainer.max_steps": Range(1),
     "trainer.epochs": Range(0, 1e5, open_low=True),
     "trainer.accumulate": Range(1),
@@ -239,7 +228,7 @@ RULES: dict[str, Rule] = {
     "trainer.clip_norm": Range(0),
     "trainer.eval_every": Range(0),
     "trainer.save_every": Range(0),
-    "trainer.keep": _keep,
+    "trainer.keep": _number_or("all", number=_count, called="a number of checkpoints, at least 1"),
     "trainer.resume": _path,
     "trainer.patience": Range(0),
     "trainer.min_delta": Range(0),
