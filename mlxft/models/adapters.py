@@ -16,7 +16,7 @@ from mlxft.errors import InputError
 from mlxft.models import audit, mlxlm_adapter, peft_adapter
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
 from mlxft.models.frozen_linear import dimensions
-from mlxft.models.lora_linear import LoRALinear
+from mlxft.models.lora_linear import LoRALinear, share_inputs
 from mlxft.models.targets import LinearLayer, linear_layers
 
 # Where other libraries keep a text model's blocks; the number and what follows it are the same.
@@ -69,6 +69,7 @@ def attach(model: nn.Module, updates: list[tuple[LinearLayer, LowRank]], dropout
         a, b = low.a.astype(mx.float32), low.b.astype(mx.float32)
         wrapped.append((layer.path, LoRALinear(layer.module, a, b, low.scale, dropout, place)))
     model.update_modules(tree_unflatten(wrapped))
+    share_inputs(model.modules())
 
 
 def fit(adapter: Adapter, model: nn.Module) -> list[tuple[LinearLayer, LowRank]]:

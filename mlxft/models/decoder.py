@@ -21,6 +21,7 @@ from mlxft.layouts.install import layouts_installed
 from mlxft.models.asked import windows_asked
 from mlxft.models.check import check, halves_agree
 from mlxft.models.frozen_linear import quantised_at_dense_speed
+from mlxft.models.lora_linear import thin_products_joined
 
 __all__ = ["DecoderView", "State", "check", "model_type", "unchecked_view", "view"]
 
@@ -188,10 +189,11 @@ class DecoderView:
     def active(self):
         """Within the block attention and recurrent layers follow the layout of their training cache.
 
-        Quantised layers multiply many rows as dense ones do.
+        Quantised layers multiply many rows as dense ones do; adapted ones that share an input read it once.
         """
         with layouts_installed(self.layers, self.recurrent()), quantised_at_dense_speed():
-            yield
+            with thin_products_joined():
+                yield
 
     @contextmanager
     def window_lowered(self, size: int):

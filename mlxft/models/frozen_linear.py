@@ -10,6 +10,7 @@ product unpacks the weight again for every few rows.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import Optional
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,15 +32,18 @@ def product(linear: nn.Module, x: mx.array) -> mx.array:
     return y + linear["bias"] if "bias" in linear else y
 
 
-def transposed_product(linear: nn.Module, d_y: mx.array) -> mx.array:
-    """Returns the gradient (..., in) of the layer's input for that of its output, d_y (..., out)."""
-    if not isinstance(linear, Quantised):
-        return d_y @ linear["weight"]
-    if _pays(linear, d_y):
-        return d_y @ _dense_weight(linear, d_y)
-    return mx.quantized_matmul(
-        d_y, linear["weight"], linear["scales"], linear.get("biases"), transpose=False, **_packing(linear)
-    )
+def transposed_product(linear: nn.Module, d_y: mx.array, onto: Optional[mx.array] = None) -> mx.array:
+    """Returns the gradient (..., in) of the layer's input for that of its output, d_y (..., out).
+
+    onto: (..., in), added to it.
+    """
+    if isinstance(linear, Quantised) and not _pays(linear, d_y):
+        d_x = mx.quantized_matmul(
+            d_y, linear["weight"], linear["scales"], linear.get("biases"), transpose=False, **_packing(linear)
+        )
+        return d_x if onto is None else onto + d_x
+    weight = _dense_weight(linear, d_y) if isinstance(linear, Quantised) else linear["weight"]
+    return d_y @ weight if onto is None else mx.addmm(onto, d_y, weight)
 
 
 def _dense_weight(linear: Quantised, x: mx.array) -> mx.array:

@@ -8,17 +8,26 @@ import hashlib
 import math
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Callable, Iterator, Optional
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Callable, Iterable, Iterator, Optional, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxft.backend import backend
 from mlxft.models.frozen_linear import product, transposed_product
 
-_BLOCK = 256  # tokens whose part of a weight's gradient is one product on a GPU
-
 _active: ContextVar[Optional[tuple[mx.array, Optional[mx.array]]]] = ContextVar("dropout", default=None)
+_made: ContextVar[Optional["_Made"]] = ContextVar("made", default=None)
+
+# Layers of one module that read the same input, in the order they are called in.
+_SHARING = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("w1", "w3"),
+)
 
 
 @contextmanager
@@ -58,8 +67,11 @@ class LoRALinear(nn.Module):
     """A frozen linear layer, dense or quantised, plus `scale` times a trained product of rank r.
 
     lora_a: (in, r), lora_b: (r, out), both float32. block, slot: the layer's place, which tells its
-    dropout masks from those of all others.
+    dropout masks from those of all others. sharing: layers, this one among them, that may be called with
+    the same input.
     """
+
+    sharing: Optional["Sharing"] = None
 
     def __init__(self, linear: nn.Module, lora_a: mx.array, lora_b: mx.array, scale: float,
                  dropout: float = 0.0, place: tuple[int, int] = (0, 0)):
@@ -78,10 +90,10 @@ class LoRALinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self.scale == 0:
             return product(self.linear, x)
-        # In the type of x: float32 products as thin as these cost more than the layer's own in bfloat16.
-        a, b = self.lora_a.astype(x.dtype), (self.scale * self.lora_b).astype(x.dtype)
-        y, _ = _with_update(self.linear, self._kept(x), 1 - self.dropout)(_flat(x), a, b)
-        return y.reshape(*x.shape[:-1], -1)
+        made, kept = _made.get(), self._kept(x)
+        if kept is None and made is not None and self.sharing is not None:
+            return made.output(self, x)
+        return _outputs([self], x, kept)[0]
 
     def _kept(self, x: mx.array) -> Optional[mx.array]:
         """Returns which entries of x (..., in) dropout keeps, (T, in); None for all."""
@@ -96,55 +108,118 @@ class LoRALinear(nn.Module):
         return f"rank={self.rank}, scale={self.scale}, dropout={self.dropout}"
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Adapted layers of one module that it calls with the same input, one after the other."""
+
+    layers: tuple[LoRALinear, ...]
+
+
+def share_inputs(modules: Iterable[nn.Module]) -> None:
+    """Tells the adapted layers inside each of `modules` which of them may be called with the same input."""
+    for module in modules:
+        for names in _SHARING:
+            layers = tuple(module[name] for name in names if isinstance(module.get(name), LoRALinear))
+            for layer in layers if len(layers) > 1 else ():
+                layer.sharing = Sharing(layers)
+
+
+@contextmanager
+def thin_products_joined() -> Iterator[None]:
+    """Within the block layers called with the same input make their thin products as one; may be nested."""
+    token = _made.set(_made.get() or _Made())
+    try:
+        yield
+    finally:
+        _made.reset(token)
+
+
+class _Made:
+    """What the first of some layers that share an input made for the others, until they ask for it."""
+
+    def __init__(self):
+        self.x: Optional[mx.array] = None
+        self.waiting: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
+
+    def output(self, layer: LoRALinear, x: mx.array) -> mx.array:
+        """Returns layer(x), made now for all layers that share it or when one of them was called."""
+        if not self._holds(layer, x):
+            layers = [each for each in layer.sharing.layers if each.scale != 0]
+            outputs = zip(layers, _outputs(layers, x), strict=True)
+            self.waiting = {id(each): (each.lora_a, each.lora_b, y) for each, y in outputs}
+            self.x = x
+        *_, y = self.waiting.pop(id(layer))
+        if not self.waiting:
+            self.x = None
+        return y
+
+    def _holds(self, layer: LoRALinear, x: mx.array) -> bool:
+        if x is not self.x or id(layer) not in self.waiting:
+            return False
+        a, b, _ = self.waiting[id(layer)]  # the arrays may be others by now
+        return a is layer.lora_a and b is layer.lora_b
+
+
+def _outputs(layers: list[LoRALinear], x: mx.array, kept: Optional[mx.array] = None) -> list[mx.array]:
+    """Returns each layer's output (..., out) for x (..., in). kept: of dropout, for a layer by itself."""
+    # In the type of x: float32 products as thin as these cost more than the layers' own in bfloat16.
+    a = [layer.lora_a.astype(x.dtype) for layer in layers]
+    b = [(layer.scale * layer.lora_b).astype(x.dtype) for layer in layers]
+    linears = [layer.linear for layer in layers]
+    *outputs, _ = _with_updates(linears, kept, 1 - layers[0].dropout)(_flat(x), *a, *b)
+    return [y.reshape(*x.shape[:-1], -1) for y in outputs]
+
+
 def _flat(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _with_update(linear: nn.Module, kept: Optional[mx.array], share: float) -> Callable:
-    """Returns (x, a, b) -> (y, u): y = linear(x) + u b with u = z a, where z is what dropout left of x.
+def _with_updates(linears: list[nn.Module], kept: Optional[mx.array], share: float) -> Callable:
+    """Returns (x, *a, *b) -> (*y, u): y_i = linear_i(x) + u_i b_i with u = z a, where z is x after dropout.
 
-    x: (T, in). a: (in, r). b: (r, out). kept: (T, in), or None for all; share: how many are kept, for
-    which those that are make up. One function, not its products apart: u is kept for the backward, sums
-    go into products, and the gradients of a and b are summed in blocks of tokens.
+    x: (T, in). a_i: (in, r_i), b_i: (r_i, out_i), as many as linears; u: (T, r), r_i columns each. kept:
+    (T, in), or None for all; share: how many are kept, for which those that are make up. One function,
+    not its products apart: u is kept for the backward, sums go into products, and x is read once for all.
     """
 
     def dropped(x):
         return x if kept is None else mx.where(kept, x * (1 / share), 0)
 
     @mx.custom_function
-    def forward(x, a, b):
-        u = dropped(x) @ a
-        return mx.addmm(product(linear, x), u, b), u
+    def forward(x, *thin):
+        a, b = thin[: len(linears)], thin[len(linears) :]
+        u = dropped(x) @ _side_by_side(a)
+        return *(
+            mx.addmm(product(linear, x), *pair)
+            for linear, *pair in zip(linears, _columns(u, a), b, strict=True)
+        ), u
 
     @forward.vjp
     def backward(primals, cotangents, outputs):
-        x, a, b = primals
-        d_y, u = cotangents[0], outputs[1]
-        d_u, d_x = d_y @ b.T, transposed_product(linear, d_y)
-        d_x = mx.addmm(d_x, d_u, a.T) if kept is None else d_x + dropped(d_u @ a.T)
-        return d_x, sum_of_products(dropped(x), d_u), sum_of_products(u, d_y)
+        x, a, b = primals[0], primals[1 : 1 + len(linears)], primals[1 + len(linears) :]
+        *d_outputs, _ = cotangents
+        d_u = _side_by_side([d_y @ each.T for d_y, each in zip(d_outputs, b, strict=True)])
+        d_x = None
+        for linear, d_y in zip(linears, d_outputs, strict=True):
+            d_x = transposed_product(linear, d_y, d_x)
+        back = _side_by_side(a).T
+        d_x = mx.addmm(d_x, d_u, back) if kept is None else d_x + dropped(d_u @ back)
+        d_a = _columns(dropped(x).T @ d_u, a)
+        d_b = [u.T @ d_y for u, d_y in zip(_columns(outputs[-1], a), d_outputs, strict=True)]
+        return d_x, *d_a, *d_b
 
     return forward
 
 
-def sum_of_products(x: mx.array, y: mx.array) -> mx.array:
-    """Returns x^T y (m, n) of x (T, m) and y (T, n), where m or n is small.
-
-    So few entries keep most of a GPU idle if each is one long sum (H200, 10,240 tokens, 1,024 and 8
-    columns: 150 us, in blocks of tokens 50).
-    """
-    blocks = _num_blocks(x.shape[0])
-    if blocks == 1:
-        return x.T @ y
-    x, y = (each.reshape(blocks, -1, each.shape[-1]) for each in (x, y))
-    return (x.swapaxes(1, 2) @ y).sum(axis=0)
+def _side_by_side(thin: Sequence[mx.array]) -> mx.array:
+    return thin[0] if len(thin) == 1 else mx.concatenate(thin, axis=1)
 
 
-def _num_blocks(num_tokens: int) -> int:
-    """Returns into how many equal blocks of tokens a sum over them is split: one on a CPU."""
-    if backend() == "cpu":
-        return 1
-    return next(blocks for blocks in range(max(num_tokens // _BLOCK, 1), 0, -1) if num_tokens % blocks == 0)
+def _columns(joined: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
+    """Returns joined (T, r) cut into as many columns as each of `like` has."""
+    if len(like) == 1:
+        return [joined]
+    return mx.split(joined, list(accumulate(each.shape[1] for each in like))[:-1], axis=1)
 
 
 def mask_key(key: mx.array, block: int | mx.array, slot: int) -> mx.array:

@@ -14,7 +14,8 @@ import numpy as np
 
 from mlxft.models.lora_linear import LoRALinear
 
-_PLACE = {"block"}  # of a LoRALinear: which decoder block it is in, an input of the program
+# Of a LoRALinear: which decoder block it is in, an input of the program, and the layers beside it.
+_PLACE = {"block", "sharing"}
 
 
 def kind_of(layer: nn.Module) -> Hashable:

@@ -1,9 +1,12 @@
+import io
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
-from mlxft.models import lora_linear
 from mlxft.models.frozen_linear import dimensions
 from mlxft.models.lora_linear import (
     LoRALinear,
@@ -11,7 +14,8 @@ from mlxft.models.lora_linear import (
     dropout_keys,
     initial_a,
     mask_key,
-    sum_of_products,
+    share_inputs,
+    thin_products_joined,
 )
 
 
@@ -80,13 +84,77 @@ def test_a_bias_of_the_layer_stays():
     assert mx.allclose(layer(x), without + mx.arange(32.0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens, num_blocks", [(1024, 4), (300, 1), (7, 1)])
-def test_a_sum_in_blocks_of_tokens_is_the_product(num_tokens, num_blocks, monkeypatch):
-    monkeypatch.setattr(lora_linear, "backend", lambda: "cuda")
-    keys = mx.random.split(mx.random.key(0))
-    x, y = mx.random.normal((num_tokens, 64), key=keys[0]), mx.random.normal((num_tokens, 4), key=keys[1])
-    assert lora_linear._num_blocks(num_tokens) == num_blocks
-    assert mx.abs(sum_of_products(x, y) - x.T @ y).max().item() < 1e-5 * mx.abs(x.T @ y).max().item()
+class Attention(nn.Module):
+    """Two adapted layers that read one input, of unlike widths, ranks and scales."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        keys = mx.random.split(mx.random.key(7), 6)
+        for slot, (name, width, rank) in enumerate((("q_proj", 32, 4), ("v_proj", 16, 3))):
+            linear = nn.Linear(64, width, bias=False)
+            linear.weight = mx.random.normal((width, 64), key=keys[slot])
+            a = mx.random.normal((64, rank), key=keys[2 + slot])
+            b = mx.random.normal((rank, width), key=keys[4 + slot])
+            self[name] = LoRALinear(linear, a, b, 1.0 + slot, dropout, (0, slot))
+        share_inputs([self])
+
+    def __call__(self, x):
+        return mx.concatenate([self.q_proj(x), self.v_proj(x)], axis=-1)
+
+
+def value_and_gradients(module, x, key=None):
+    def loss(params, x):
+        module.update(params)
+        with dropout_keys(key):
+            return mx.sin(module(x)).sum()
+
+    return tree_flatten(mx.value_and_grad(loss, argnums=(0, 1))(module.trainable_parameters(), x))
+
+
+def num_products(module, x):
+    """Returns how many products the module's forward and backward consist of."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *[array for _, array in value_and_gradients(module, x)])
+    return len(re.findall(r'label ="(Matmul|AddMM)"', text.getvalue()))
+
+
+def test_layers_that_share_an_input_give_with_joined_thin_products_what_they_give_apart():
+    module, x = Attention(), inputs()
+    apart, products_apart = value_and_gradients(module, x), num_products(module, x)
+    with thin_products_joined():
+        joined, products_joined = value_and_gradients(module, x), num_products(module, x)
+    for (name, one), (_, other) in zip(joined, apart, strict=True):
+        assert mx.abs(one - other).max().item() <= 1e-6 * mx.abs(other).max().item(), name
+    assert products_joined < products_apart
+
+
+def test_with_dropout_each_layer_reads_the_input_by_itself():
+    module, x = Attention(dropout=0.5), inputs()
+    apart = value_and_gradients(module, x, mx.random.key(3))
+    with thin_products_joined():
+        joined = value_and_gradients(module, x, mx.random.key(3))
+    for (name, one), (_, other) in zip(joined, apart, strict=True):
+        assert mx.array_equal(one, other), name
+
+
+def test_what_was_made_together_is_not_taken_for_other_inputs_or_other_weights():
+    module, x = Attention(), inputs()
+    before = module.v_proj(x)
+    with thin_products_joined():
+        module.q_proj(x)  # and nobody asks for v's yet
+        assert mx.allclose(module.v_proj(2 * x), 2 * before, rtol=1e-5, atol=1e-4)
+        module.q_proj(x)
+        module.v_proj.lora_b = 3 * module.v_proj.lora_b
+        after = module.v_proj(x)
+    assert mx.allclose(after - module.v_proj.linear(x), 3 * (before - module.v_proj.linear(x)), 1e-4, 1e-3)
+
+
+def test_a_disabled_layer_gives_its_base_beside_one_that_is_not():
+    module, x = Attention(), inputs()
+    with thin_products_joined():
+        module.v_proj.scale = 0.0
+        module.q_proj(x)
+        assert mx.array_equal(module.v_proj(x), module.v_proj.linear(x))
 
 
 def test_without_a_key_there_is_no_dropout_also_in_training_mode():
