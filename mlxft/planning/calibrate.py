@@ -20,7 +20,7 @@ from mlxft.backend import backend, shape_multiple
 from mlxft.blas import num_threads
 from mlxft.config.schema import Config
 from mlxft.layouts.attention import scores_bytes
-from mlxft.planning.probe import Cost, ProbeModel
+from mlxft.planning.probe import Cost, ProbeModel, only_new_garbage
 from mlxft.planning.shape import ModelShape
 from mlxft.planning.workload import Workload
 from mlxft.segmented.build import GradientPlan
@@ -75,7 +75,8 @@ def calibrate(shape: ModelShape, config: Config, wanted: Workload) -> Calibratio
     if known is not None:
         return known
     began = time.perf_counter()
-    measured = _Probes(shape, config, rows, lengths).measure()
+    with only_new_garbage():
+        measured = _Probes(shape, config, rows, lengths).measure()
     log.info("a layer's memory and time, measured in %.1f s: kept in %s", time.perf_counter() - began, path)
     _keep(path, measured)
     return measured

@@ -6,7 +6,8 @@ at two lengths; the head is measured by itself.
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -37,6 +38,18 @@ class Cost:
 
     num_bytes: float
     seconds: float
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Within the block what was made before it is no garbage: to look through all of it takes longer than a
+    small probe does, and there is a collection before each."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class ProbeModel:
