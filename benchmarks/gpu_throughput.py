@@ -6,10 +6,11 @@
 Qwen3-0.6B's shape (28 layers, width 1,024, MLP 3,072, 16 heads and 8 key-value heads of 128, vocabulary
 151,936, tied) with random bfloat16 weights, LoRA rank 8 on all seven projections of all layers, AdamW,
 every token supervised, rows of random tokens. --bits: the base quantised, in groups of 64. A gradient is
-one of trainer.gradient, or segmented:N with N the segment_layers; mlx-lm has whole and checkpoint. A case
-is rows x tokens; tokens/s is of a row's tokens for both trainers (mlx-lm pads to 1 + a multiple of 32 and
-also trains on one padding token a row). Each trainer and case is a process of its own; the first steps
-compile and are left out; tokens/s is of the median step, the peak that of all steps after them.
+one of trainer.gradient, segmented:N with N the segment_layers, or segmented:N:GB with trainer.memory_limit
+too; mlx-lm has whole and checkpoint. A case is rows x tokens; tokens/s is of a row's tokens for both
+trainers (mlx-lm pads to 1 + a multiple of 32 and also trains on one padding token a row). Each trainer and
+case is a process of its own; the first steps compile and are left out; tokens/s is of the median step, the
+peak that of all steps after them.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def run_mlxft(model: Path, case: str, steps: int, gradient: str) -> dict:
     import mlxft
 
     batch, rows = token_rows(case, steps)
-    kind, _, layers = gradient.partition(":")
+    kind, layers, limit = [*gradient.split(":"), "", ""][:3]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
         data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
@@ -93,13 +94,14 @@ def run_mlxft(model: Path, case: str, steps: int, gradient: str) -> dict:
                 f"trainer.max_steps={steps}",
                 f"trainer.gradient={kind}",
                 *([f"trainer.segment_layers={layers}"] if layers else []),
+                *([f"trainer.memory_limit={limit}"] if limit else []),
                 f"run.dir={folder}/run",
                 "adapter.rank=8",
                 "adapter.alpha=160",
             ]
         )
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").open()]
-    timed = lines[WARM_UP:]
+    timed = lines[min(WARM_UP, steps - 1) :]
     return {
         "tokens_per_s": batch * len(rows[0]) / statistics.median(line["seconds"] for line in timed),
         "peak_bytes": max(line["peak_bytes"] for line in timed),
@@ -125,7 +127,7 @@ def run_mlx_lm(model: Path, case: str, steps: int, gradient: str) -> dict:
 
     class Report(TrainingCallback):
         def on_train_loss_report(self, info):
-            if len(reports) == WARM_UP:
+            if len(reports) == min(WARM_UP, steps - 1):
                 mx.reset_peak_memory()
             reports.append((info["tokens_per_second"], info["train_loss"], mx.get_peak_memory()))
 
@@ -143,7 +145,7 @@ def run_mlx_lm(model: Path, case: str, steps: int, gradient: str) -> dict:
         optimizer = optimizers.AdamW(learning_rate=1e-4)
         train(loaded, optimizer, dataset, args=arguments, training_callback=Report())
     return {
-        "tokens_per_s": statistics.median(report[0] for report in reports[WARM_UP:]),
+        "tokens_per_s": statistics.median(report[0] for report in reports[min(WARM_UP, steps - 1) :]),
         "peak_bytes": reports[-1][2],
         "loss": [round(report[1], 4) for report in reports[:3]],
     }

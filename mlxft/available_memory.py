@@ -1,6 +1,8 @@
 """How much memory there is: of the machine, of the container it is in, of the GPU."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
 
@@ -42,6 +44,21 @@ def memory_limit_bytes(setting: float | str = "auto") -> int:
     if backend() == "metal":
         limits.append(mx.device_info()["max_recommended_working_set_size"])
     return int(min(limits))
+
+
+@contextmanager
+def memory_kept_to(num_bytes: int) -> Iterator[None]:
+    """Within the block, where arrays take more than that, what is under way ends before more begins.
+
+    So a GPU is given as much work ahead as there is memory for, and what cannot do with less still runs.
+    """
+    import mlx.core as mx
+
+    before = mx.set_memory_limit(num_bytes)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
 
 
 def _device_bytes(info: dict) -> int:

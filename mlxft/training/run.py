@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from mlxft.available_memory import memory_kept_to
 from mlxft.backend import shape_multiple
 from mlxft.config import to_yaml
 from mlxft.config.choices import LOSS_KEYS
@@ -127,6 +128,7 @@ class _Run:
     def train(self) -> str:
         """Trains to the end, writes the adapter, and returns how it ended."""
         with ExitStack() as files:
+            files.enter_context(memory_kept_to(self.choice.limit_bytes))
             stepper = self._stepper(files)
             self.progress = Progress()
             if self.start.continuation:
