@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from mlxft import cli
 from mlxft.errors import GuardStop, InputError, Interrupted
+from tests.command import environment, mlxft
 from tests.tiny_models import make_model
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "# Made up, for a test.\nmodel: {path: owner/name}\ndata: {train: rows.jsonl}\n"
 
 
@@ -26,18 +25,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "made_up.yaml").write_text(RECIPE)
     return tmp_path
-
-
-def mlxft(*arguments, **options):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "mlxft", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=60,
-        **options,
-    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +54,7 @@ def test_help_and_recipes_import_nothing_heavy():
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
 
@@ -165,13 +152,7 @@ def test_a_reader_that_goes_away_is_no_fault():
     # A pipe nobody reads: writing to it is what `mlxft train --help | head -1` comes to.
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(
-        [sys.executable, "-m", "mlxft", "train", "--help"],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = mlxft("train", "--help", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -179,7 +160,6 @@ def test_a_reader_that_goes_away_is_no_fault():
 def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
     """/dev/full takes nothing, as a disk without room: on standard output, then on standard error too."""
     model = make_model(tmp_path / "model", "llama")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for command in (
         ["--help"],
         ["recipes"],
@@ -188,22 +168,14 @@ def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
         ["generate", f"model.path={model}", "prompt=a", "max_tokens=2"],
     ):
         with open("/dev/full", "w") as full:
-            done = subprocess.run(
-                [sys.executable, "-m", "mlxft", *command],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
+            done = mlxft(*command, stdout=full)
         last = done.stderr.splitlines()[-1]
         assert last == (
             "mlxft: the output could not be written: No space left on device; free some space, then try again"
         )
         assert done.returncode == 3 and "Traceback" not in done.stderr
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "mlxft", "recipes"], stdout=full, stderr=full, env=environment
-        )
+        done = mlxft("recipes", stdout=full, stderr=full)
     assert done.returncode == 3
 
 

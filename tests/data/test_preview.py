@@ -3,13 +3,11 @@
 import json
 import os
 import pty
-import subprocess
-import sys
 
 import pytest
 
 from mlxft import cli
-from tests.evaluation.made import ROOT, mlxft
+from tests.command import ROOT, environment, mlxft
 from tests.runs import train, write_rows
 from tests.tiny_models import make_model
 
@@ -63,14 +61,12 @@ def preview(folder, capsys, monkeypatch):
 
 
 def process(folder, *overrides, **options):
-    """Runs the command in a process of its own whose standard output is given."""
-    command = [sys.executable, "-m", "mlxft", "preview", "model.path=./model", *overrides]
-    options = {"stderr": subprocess.PIPE, "env": os.environ | {"PYTHONPATH": str(ROOT)}} | options
-    return subprocess.run(command, cwd=folder, text=True, timeout=120, **options)
+    """Runs the command in a process of its own."""
+    return mlxft("preview", "model.path=./model", *overrides, folder=folder, **options)
 
 
 def test_a_conversation_is_shown_whole_with_its_answers_in_marks_and_no_weights_are_read(folder):
-    done = mlxft("preview", "model.path=./model", "data.train=chats.jsonl", folder=folder)
+    done = process(folder, "data.train=chats.jsonl")
     # <|im_start|>user\n is 6 tokens, <|im_start|>assistant\n 11, <|im_end|>\n 2, an answer's end 1 of these.
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
@@ -220,16 +216,16 @@ def test_packed_batches_without_room_for_a_row_are_refused_as_by_training(folder
 
 def test_a_faulty_row_ends_with_2_its_place_and_nothing_shown(folder):
     write_rows(folder / "faulty.jsonl", [CHATS[0], {"messages": "Hi"}])
-    done = mlxft("preview", "model.path=./model", "data.train=faulty.jsonl", folder=folder)
+    done = process(folder, "data.train=faulty.jsonl")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("mlxft: faulty.jsonl:2: messages is text; it must be a list")
 
 
-def on_a_terminal(folder, **environment):
+def on_a_terminal(folder, **variables):
     """Returns what a terminal is sent."""
     main, terminal = pty.openpty()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | environment
-    done = process(folder, "data.train=chats.jsonl", "preview.rows=1", stdout=terminal, env=environment)
+    variables = environment(**{"TERM": "xterm-256color"} | variables)
+    done = process(folder, "data.train=chats.jsonl", "preview.rows=1", stdout=terminal, env=variables)
     os.close(terminal)
     assert done.returncode == 0, done.stderr
     sent = b""
@@ -250,8 +246,7 @@ def test_marks_are_there_in_colour_and_without(folder):
 
 def test_an_output_without_these_characters_gets_others(folder):
     write_rows(folder / "letters.jsonl", [{"prompt": "é ", "completion": "日"}])
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
-    options = {"stdout": subprocess.PIPE, "env": environment, "encoding": "latin-1"}
+    options = {"env": environment(PYTHONIOENCODING="latin-1"), "encoding": "latin-1"}
     done = process(folder, "data.train=letters.jsonl", **options)
     assert done.returncode == 0, done.stderr
     assert "\né [[\\u65e5<|im_end|>]]\n" in done.stdout

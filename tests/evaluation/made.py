@@ -1,8 +1,5 @@
-"""What tests of evaluation share: a tiny model that speaks in letters, a random adapter, the command line."""
+"""What tests of evaluation share: a tiny model that speaks in letters, a random adapter."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +13,6 @@ from mlxft.models.adapters import save_adapter
 from mlxft.models.lora import LoRALinear, apply_adapter
 from tests.tiny_models import END_ID, SPECIAL_TOKENS, make_model
 
-ROOT = Path(__file__).resolve().parents[2]
 LETTERS = [byte + len(SPECIAL_TOKENS) for byte in range(ord("a"), ord("z") + 1)]
 
 
@@ -70,15 +66,3 @@ def merged(model_folder: Path, adapter_model: nn.Module) -> nn.Module:
             weight = plain[path].weight
             plain[path].weight = weight + module.scale * (module.lora_a @ module.lora_b).T
     return model
-
-
-def mlxft(*arguments: str, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess:
-    """Runs the command in a process of its own, in `folder`."""
-    return subprocess.run(
-        [sys.executable, "-m", "mlxft", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=timeout,
-    )

@@ -9,7 +9,8 @@ from mlxft.errors import InputError
 from mlxft.evaluation.generate import Sampling, answer, prompt_tokens, stream
 from mlxft.models import load
 from mlxft.models.adapters import load_adapter
-from tests.evaluation.made import make_adapter, make_speaker, merged, mlxft
+from tests.command import mlxft
+from tests.evaluation.made import make_adapter, make_speaker, merged
 from tests.tiny_models import END_ID
 
 QUESTION = "Who are you?"

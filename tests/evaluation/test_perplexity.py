@@ -5,7 +5,6 @@ import math
 import os
 import pty
 import subprocess
-import sys
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +22,8 @@ from mlxft.models.decoder import view
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
-from tests.evaluation.made import ROOT, make_adapter, merged, mlxft
+from tests.command import MLXFT, environment, mlxft
+from tests.evaluation.made import make_adapter, merged
 from tests.runs import write_rows, write_token_rows
 from tests.tiny_models import END_ID, FAMILIES, make_model
 
@@ -180,11 +180,11 @@ def test_plain_lines_go_to_a_pipe_and_a_table_to_a_terminal(folder, rows, tmp_pa
     ]  # fmt: skip
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
-        [sys.executable, "-m", "mlxft", *command],
+        [*MLXFT, *command],
         stdout=theirs,
         stderr=subprocess.DEVNULL,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env=environment(COLUMNS="200"),
     )
     os.close(theirs)
     shown = b""

@@ -17,9 +17,8 @@ from mlxft import cli
 from mlxft.errors import GuardStop, Interrupted
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.checkpoint import CheckpointStore
+from tests.command import MLXFT, environment
 from tests.runs import arrays, metrics, same, train
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(model, rows, *more) -> list[str]:
@@ -28,9 +27,8 @@ def settings(model, rows, *more) -> list[str]:
 
 def launch(*overrides, **options) -> subprocess.Popen:
     """Starts the command as a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("env", {})
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, "-m", "mlxft", "train", *overrides], env=environment, **options)
+    return subprocess.Popen([*MLXFT, "train", *overrides], env=environment(), **options)
 
 
 def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int) -> None:
@@ -88,17 +86,23 @@ def test_a_signal_saves_and_another_run_in_the_folder_is_refused(signum, code, m
     assert not (run_dir / "summary.json").exists()
 
 
+def receive_in_each_step(signum: int, monkeypatch) -> None:
+    """Lets this process get a signal before each backward."""
+
+    def received(self, *arguments):
+        os.kill(os.getpid(), signum)
+        return original(self, *arguments)
+
+    original = Gradient.__call__
+    monkeypatch.setattr(Gradient, "__call__", received)
+
+
 def test_a_closed_terminal_saves_too_and_a_run_that_goes_on_has_not_ended(model, rows, here, monkeypatch):
     """A run of one step has ended; given more, it is interrupted in the second."""
     train(model, rows, here / "run", "trainer.max_steps=1")
     assert (here / "run" / "summary.json").exists()
 
-    def closed(self, *arguments):
-        os.kill(os.getpid(), signal.SIGHUP)
-        return original(self, *arguments)
-
-    original = Gradient.__call__
-    monkeypatch.setattr(Gradient, "__call__", closed)
+    receive_in_each_step(signal.SIGHUP, monkeypatch)
     with pytest.raises(Interrupted, match="saved step 2") as stop:
         train(model, rows, here / "run", "trainer.max_steps=5", "trainer.resume=auto")
     assert stop.value.exit_code == 129
@@ -118,9 +122,8 @@ def test_a_second_signal_ends_the_process_while_it_computes():
             print("computing", flush=True)
             mx.eval(a)
     """)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     )
     assert process.stdout.readline() == b"computing\n"
     time.sleep(0.1)
@@ -135,12 +138,7 @@ def test_a_second_signal_ends_the_process_while_it_computes():
 
 
 def test_a_signal_that_is_ignored_stays_ignored(model, rows, here, monkeypatch):
-    def received(self, *arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(self, *arguments)
-
-    original = Gradient.__call__
-    monkeypatch.setattr(Gradient, "__call__", received)
+    receive_in_each_step(signal.SIGINT, monkeypatch)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert train(model, rows, here / "run").status == "completed"

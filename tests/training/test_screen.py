@@ -11,12 +11,10 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 from mlxft.training.screen import LastingStream, PlainScreen, lasting_output
+from tests.command import MLXFT, environment, mlxft
 from tests.runs import train
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(step, **more):
@@ -116,11 +114,10 @@ def test_a_stream_whose_reader_has_gone_is_silent_and_says_so_once(caplog):
 
 
 def test_a_run_in_an_ascii_locale_shows_answers_that_are_not_ascii(model, data, tmp_path):
-    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "mlxft", "train", f"model.path={model}", f"data.train={data}",
-         "data.format=tokens", "run.dir=run", "trainer.max_steps=1", "trainer.samples=[Why?]"],
-        env=os.environ | environment, cwd=tmp_path, capture_output=True,
+    ascii_only = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    done = mlxft(
+        "train", f"model.path={model}", f"data.train={data}", "data.format=tokens", "run.dir=run",
+        "trainer.max_steps=1", "trainer.samples=[Why?]", folder=tmp_path, text=False, env=ascii_only,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and b"Why?\n  before: " in done.stdout
@@ -137,9 +134,9 @@ class Terminal:
     def __init__(self, columns: int, *overrides: str):
         self.ours, theirs = pty.openpty()
         self.resize(columns)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
-        command = [sys.executable, "-m", "mlxft", "train", *overrides]
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        variables = environment(TERM="xterm-256color")
+        self.process = subprocess.Popen([*MLXFT, "train", *overrides], env=variables, **streams)
         os.close(theirs)
         self.shown = ""
 
