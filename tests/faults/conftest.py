@@ -20,13 +20,6 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder to be in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def refused(capsys):
     """Runs the command and returns what it says on standard error, which is no traceback."""
     from mlxft import cli

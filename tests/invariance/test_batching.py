@@ -14,6 +14,7 @@ from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
+from tests.gradients import added_up, difference
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 
 # float32, sums in another order: rounding of the largest entry.
@@ -54,29 +55,14 @@ def rows(lengths=(9, 23, 14, 3)) -> list[Example]:
 
 
 def window(made, batches, kind="whole", compiled=False, key=None, arranger=None):
-    """Loss and gradients of one window, added up over its micro-batches."""
+    """Loss and gradients of one window."""
     objective = Sft(HeadPlan("full"), arranger or Arranger())
     gradient = Gradient(made, objective, kind, compiled)
     counts = {"tokens": sum(objective.counts(batch)["tokens"] for batch in batches)}
-    loss, total = 0.0, {}
-    for batch in batches:
-        prepared = objective.prepare(batch, counts)
-        inputs = dict(prepared.inputs)
-        if key is not None:
-            inputs["dropout_key"] = mx.random.key(key)
-        part, _, gradients = gradient(made.model.trainable_parameters(), inputs, prepared.layout)
-        loss += part.item()
-        for name, array in tree_flatten(gradients):
-            total[name] = total.get(name, 0) + np.array(array)
-    return loss, total
-
-
-def difference(one, other) -> float:
-    """Largest difference of a loss or gradient over the largest gradient."""
-    largest = max(np.abs(array).max() for array in one[1].values())
-    assert one[1].keys() == other[1].keys() and largest > 0
-    worst = max(np.abs(one[1][name] - other[1][name]).max() for name in one[1])
-    return max(abs(one[0] - other[0]) / abs(one[0]), worst / largest)
+    drawn = {} if key is None else {"dropout_key": mx.random.key(key)}
+    prepared = [objective.prepare(batch, counts) for batch in batches]
+    params = made.model.trainable_parameters()
+    return added_up(gradient(params, each.inputs | drawn, each.layout) for each in prepared)
 
 
 @pytest.mark.parametrize("pad_id", [0, 7])

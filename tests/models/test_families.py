@@ -17,6 +17,7 @@ from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient, hidden_states
 from mlxft.training.objectives.common import HeadPlan
+from tests.gradients import added_up, difference
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, PADDED_FAMILIES, VOCAB_SIZE, make_model
 
 SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
@@ -77,13 +78,8 @@ def alone() -> list:
 def gradients(made: DecoderView, forwards: list, kind: str):
     """Loss and gradients, added up over forwards."""
     gradient = Gradient(made, Scored(), kind)
-    loss, total = 0.0, {}
-    for inputs, layout in forwards:
-        part, _, found = gradient(made.model.trainable_parameters(), inputs, layout)
-        loss += part.item()
-        for name, array in tree_flatten(found):
-            total[name] = total.get(name, 0) + np.array(array)
-    return loss, total
+    params = made.model.trainable_parameters()
+    return added_up(gradient(params, inputs, layout) for inputs, layout in forwards)
 
 
 def outputs(made: DecoderView, forwards: list) -> np.ndarray:
@@ -94,14 +90,6 @@ def outputs(made: DecoderView, forwards: list) -> np.ndarray:
             hidden = hidden_states(made, inputs["tokens"], TrainingCache(layout))
         found.append(np.array(hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]))
     return np.concatenate(found)
-
-
-def difference(one, other) -> float:
-    """Largest difference of a loss or gradient over the largest gradient."""
-    largest = max(np.abs(array).max() for array in one[1].values())
-    assert one[1].keys() == other[1].keys() and largest > 0
-    worst = max(np.abs(one[1][name] - other[1][name]).max() for name in one[1])
-    return max(abs(one[0] - other[0]) / abs(one[0]), worst / largest)
 
 
 def tiny(folder, family: str, **overrides):

@@ -5,7 +5,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxft.config.choices import GRADIENTS
 from mlxft.config.schema import AdapterConfig
@@ -16,6 +15,7 @@ from mlxft.models.lora import apply_adapter
 from mlxft.segmented.build import GradientPlan, build
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
+from tests.gradients import added_up
 
 HERE = Path(__file__).parent
 MODEL = HERE / "models" / "llama_untied"
@@ -41,14 +41,9 @@ def loss_and_gradients(adapter: AdapterConfig, kind: str, chunk: int, batches: l
     objective = Sft(HeadPlan("chunked", chunk))
     gradient = build(made, objective, GradientPlan(kind))
     counts = {"tokens": sum(objective.counts(batch)["tokens"] for batch in batches)}
-    loss, gradients = 0.0, {}
-    for batch in batches:
-        prepared = objective.prepare(batch, counts)
-        part, _, tree = gradient(model.trainable_parameters(), prepared.inputs, prepared.layout)
-        loss += part.item()
-        for name, array in tree_flatten(tree):
-            gradients[name] = gradients.get(name, 0.0) + np.array(array)
-    return loss, gradients
+    prepared = [objective.prepare(batch, counts) for batch in batches]
+    params = model.trainable_parameters()
+    return added_up(gradient(params, each.inputs, each.layout) for each in prepared)
 
 
 def compare(gradients, data, prefix, name_of):

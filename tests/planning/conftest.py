@@ -40,10 +40,3 @@ def windowed(tmp_path_factory):
 def data(tmp_path_factory):
     """Two rows of 161 tokens, that is 160 positions; half of each is trained on."""
     return write_token_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", [161] * 2)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder to be in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path

@@ -38,13 +38,6 @@ def finished(model, data, tmp_path_factory):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder to be in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def run(finished, here):
     """A copy of the finished run, stopped after four steps."""
     shutil.copytree(finished, here / "run", symlinks=True)
