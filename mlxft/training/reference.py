@@ -8,7 +8,7 @@ rows are never scored twice.
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,9 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlxft.config.schema import Config
+from mlxft.data.example import Pair, Unpaired
 from mlxft.data.fingerprint import fingerprint
+from mlxft.errors import InputError
 from mlxft.models.decoder import DecoderView
 from mlxft.models.decoder import view as checked_view
 from mlxft.models.load import load_model
@@ -91,6 +93,18 @@ def model_folder(config: Config, policy: Path) -> Path:
     """
     named = config.loss.reference
     return policy if named in ("base", "start") else resolve(named, key="loss.reference")
+
+
+def check_vocabulary(rows: Iterable[Pair | Unpaired], size: int) -> None:
+    """Raises InputError for a row with a token that a reference with so many ids has no embedding for."""
+    for row in rows:
+        answers = (row.completion,) if isinstance(row, Unpaired) else (row.chosen, row.rejected)
+        highest = int(max(part.max(initial=0) for part in (row.prompt, *answers)))
+        if highest >= size:
+            raise InputError(
+                f"{row.where}: token {highest} is beyond the vocabulary of loss.reference, which ends at "
+                f"{size - 1}. A reference needs the tokenizer of the model that is trained"
+            )
 
 
 def is_the_start(config: Config) -> bool:

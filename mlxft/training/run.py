@@ -34,8 +34,8 @@ from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
 from mlxft.training.objectives.common import Row
+from mlxft.training.reference import check_vocabulary, model_folder, with_references
 from mlxft.training.reference import make as make_reference
-from mlxft.training.reference import model_folder, with_references
 from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
@@ -103,6 +103,8 @@ class _Run:
         asks = config.data.format != "tokens" or bool(config.trainer.samples)
         self.tokenizer = load_tokenizer(folder, required=asks)
         self.rows = load_rows(config, self.tokenizer, vocabulary)
+        if reference_folder != folder:
+            check_vocabulary(self.rows.train + self.rows.valid, vocabulary_size(reference_folder))
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
         self.windows = in_windows(config, self.rows.train)

@@ -11,6 +11,7 @@ import pytest
 from mlxft import cli
 from mlxft.training.checkpoint import CheckpointStore
 from tests.runs import STEPS, arrays, column, content, metrics, same, train, write_rows, write_token_rows
+from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -124,6 +125,22 @@ def test_a_reference_that_is_not_there_is_said_before_anything_is_read(
     said = refused(*settings(model, data, "trainer=dpo", f"loss.reference={reference}"))
     assert words in said
     assert "in memory" not in said and "training rows" not in said
+
+
+def test_a_reference_that_has_no_embedding_for_a_token_is_refused_before_models_are_read(
+    model, here, refused
+):
+    """Reading beyond an embedding would give numbers all the same."""
+    small = make_model(here / "small", "llama", num_hidden_layers=1, vocab_size=64)
+    pairs = [{"prompt_ids": [5, 6], "chosen_ids": [63], "rejected_ids": [last]} for last in (8, 64)]
+    data = write_rows(here / "pairs.jsonl", pairs)
+    said = refused(*settings(model, data, "trainer=dpo", f"loss.reference={small}"))
+    assert f"{data}:2: token 64 is beyond the vocabulary of loss.reference, which ends at 63." in said
+    assert "in memory" not in said
+    labelled = {"prompt_ids": [64], "completion_ids": [7], "label": True}
+    data = write_rows(here / "labelled.jsonl", [labelled] * 2)
+    said = refused(*settings(model, data, "trainer=kto", f"loss.reference={small}"))
+    assert f"{data}:1: token 64 is beyond the vocabulary of loss.reference" in said
 
 
 def test_a_folder_of_logs_instead_of_a_log_is_said(model, rows, here, refused):
