@@ -113,11 +113,9 @@ class Loop:
         rate = learning_rate(step, self.total_steps, self.config.optimizer.lr, self.config.schedule)
         batches = self.windows.at(step)
         with memory_guard(f"step {step + 1}", batches):
-            window = self.stepper.window(batches, step)
+            window = self.stepper.take(batches, step, rate)
             if window is None:
                 return False
-            if window.is_finite:
-                self.stepper.apply(window, rate)
         self._account(window, rate, time.perf_counter() - began)
         return True
 
