@@ -16,7 +16,7 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.memory import StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
-from mlxft.training.optimizer import learning_rate, state_arrays
+from mlxft.training.optimizer import learning_rate
 from mlxft.training.signals import StopRequest
 from mlxft.training.step import Stepper, WindowGradient
 from mlxft.training.windows import Windows
@@ -201,7 +201,7 @@ class Loop:
             return
         self._check_weights()
         self.metrics.sync()
-        arrays = None if self.config.trainer.save_only_adapter else state_arrays(self.stepper.optimizer)
+        arrays = None if self.config.trainer.save_only_adapter else self.stepper.update.state()
         self.store.save({**asdict(progress), **self.identity}, arrays, self.write_adapter)
         self.saved_step = progress.step
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Union
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
@@ -10,7 +10,7 @@ from mlx.utils import tree_map
 
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives.common import Objective, Row
-from mlxft.training.optimizer import clip, global_norm
+from mlxft.training.update import ArrayByArray, EndToEnd, make_update
 from mlxft.training.windows import dropout_key_data
 
 
@@ -45,7 +45,7 @@ class Stepper:
     seed: int
     has_dropout: bool
     should_stop: Callable[[], bool] = lambda: False
-    _update: Optional[Callable] = None
+    _update: Optional[Union[ArrayByArray, EndToEnd]] = None
 
     def take(
         self, batches: Sequence[Sequence[Row]], step: int, learning_rate: float
@@ -68,11 +68,21 @@ class Stepper:
 
     def apply(self, window: WindowGradient, learning_rate: float) -> None:
         """Clips the window's gradients and updates the model with them."""
-        norm = mx.array(window.grad_norm)
-        updated = self._updated(window.gradients, mx.array(window.loss), norm, learning_rate)
+        gathered, _ = self.update.gathered(window.gradients)
+        self._put(gathered, mx.array(window.loss), mx.array(window.grad_norm), learning_rate)
+        updated = self.gradient.view.model.trainable_parameters(), self.update.state()
         if self.gradient.observe:
             self.gradient.observe("optimiser", updated)
         mx.eval(updated)
+
+    @property
+    def update(self) -> Union[ArrayByArray, EndToEnd]:
+        """What applies gradients; made late, after a resume."""
+        if self._update is None:
+            params = self.gradient.view.model.trainable_parameters()
+            self._update = make_update(self.optimizer, self.clip_norm, params, self.gradient.compiled)
+            self.optimizer = self._update.optimizer  # whose state it may have put into another form
+        return self._update
 
     @property
     def _is_overlapped(self) -> bool:
@@ -83,7 +93,8 @@ class Stepper:
         sums = self._summed(batches, step)
         if sums is None:
             return None
-        mx.async_eval(self._updated(sums.gradients, sums.loss, sums.norm, learning_rate))
+        self._put(sums.gathered, sums.loss, sums.norm, learning_rate)
+        mx.async_eval(self.gradient.view.model.trainable_parameters())
         return sums.read()
 
     def _summed(self, batches: Sequence[Sequence[Row]], step: int) -> Optional["_Sums"]:
@@ -100,43 +111,16 @@ class Stepper:
                 inputs["dropout_key"] = mx.array(dropout_key_data(self.seed, step, micro))
             part = self.gradient(params, inputs, prepared.layout)
             total = part if total is None else tree_map(mx.add, total, part)
-            norm = self._norm(total[2])
-            # All in one evaluation: separately, the forward would be held or run twice.
-            submit = mx.async_eval if self._is_overlapped and micro == len(batches) - 1 else mx.eval
-            submit(total, norm)
-        return _Sums(*total, norm, int(counts["tokens"]), positions)
+            if micro < len(batches) - 1:
+                mx.eval(total)
+        gathered, norm = self.update.gathered(total[2])
+        # All in one evaluation: separately, the forward would be held or run twice.
+        (mx.async_eval if self._is_overlapped else mx.eval)(total, gathered, norm)
+        return _Sums(*total, gathered, norm, int(counts["tokens"]), positions)
 
-    def _updated(self, gradients: Any, loss: mx.array, norm: mx.array, learning_rate: float) -> Any:
-        """Puts onto the model what the gradients make of it, and returns all that is new."""
+    def _put(self, gathered: Any, loss: mx.array, norm: mx.array, learning_rate: float) -> None:
         model = self.gradient.view.model
-        self.optimizer.learning_rate = learning_rate
-        if self._update is None:
-            self._update = self._make_update()
-        model.update(self._update(model.trainable_parameters(), gradients, loss, norm))
-        return model.trainable_parameters(), self.optimizer.state
-
-    def _make_update(self) -> Callable:
-        """Returns update(params, gradients, loss, norm) -> params; made late, after a resume."""
-
-        def update(params, gradients, loss, norm):
-            return self.optimizer.apply_gradients(clip(gradients, norm, self.clip_norm), params)
-
-        def guarded(params, gradients, loss, norm):
-            """Leaves everything as it is where the gradients are of no use."""
-            before = tree_map(lambda array: array, self.optimizer.state)
-            finite = mx.isfinite(loss) & mx.isfinite(norm)
-            after = update(params, gradients, loss, norm)
-            _keep_unless(finite, self.optimizer.state, before)
-            return tree_map(lambda new, old: mx.where(finite, new, old), after, params)
-
-        if not self.gradient.compiled:
-            return update
-        state = [self.optimizer.state]
-        return mx.compile(guarded, inputs=state, outputs=state)
-
-    @property
-    def _norm(self) -> Callable:
-        return _compiled_norm if self.gradient.compiled else global_norm
+        model.update(self.update(model.trainable_parameters(), gathered, loss, norm, learning_rate))
 
 
 @dataclass
@@ -146,6 +130,7 @@ class _Sums:
     loss: mx.array
     metrics: dict[str, mx.array]
     gradients: Any
+    gathered: Any  # the gradients as the update takes them
     norm: mx.array
     tokens: int
     positions: int
@@ -159,16 +144,3 @@ class _Sums:
             positions=self.positions,
             metrics={name: value.item() for name, value in self.metrics.items()},
         )
-
-
-def _keep_unless(useful: mx.array, state: Any, before: Any) -> None:
-    """Puts the arrays of `before` back into an optimiser's state where `useful` is false, in place."""
-    for place, old in before.items() if isinstance(before, dict) else enumerate(before):
-        if isinstance(old, mx.array):
-            state[place] = mx.where(useful, state[place], old)
-        else:
-            _keep_unless(useful, state[place], old)
-
-
-# Thousands of small kernels for hundreds of adapter arrays become a few.
-_compiled_norm = mx.compile(global_norm)

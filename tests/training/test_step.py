@@ -34,8 +34,8 @@ def batches(step: int) -> list[list[Example]]:
 
 
 def arrays(taken: Stepper) -> dict[str, np.ndarray]:
-    state = taken.gradient.view.model.trainable_parameters(), taken.optimizer.state
-    return {name: np.array(array) for name, array in tree_flatten(state)}
+    weights = dict(tree_flatten(taken.gradient.view.model.trainable_parameters()))
+    return {name: np.array(array) for name, array in (weights | taken.update.state()).items()}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
@@ -61,7 +61,7 @@ def test_a_window_that_is_not_finite_changes_nothing(compiled):
     assert not taken.take(batches(1), 1, 0.01).is_finite
     after = arrays(taken)
     changed = {key for key in before if not np.array_equal(before[key], after[key], equal_nan=True)}
-    assert changed <= {"1.learning_rate"}
+    assert changed <= {"learning_rate"}
     layer.lora_a = sound
     assert taken.take(batches(1), 2, 0.01).is_finite
     moved = arrays(taken)

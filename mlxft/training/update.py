@@ -1,0 +1,158 @@
+"""What a window's gradients make of the weights: clipped, then the optimiser's step.
+
+Compiled, the update is given ahead, before anybody knows whether loss and gradients are finite: where they
+are not it leaves weights and state as they are.
+"""
+
+import math
+from collections.abc import Callable
+from copy import copy
+from itertools import accumulate
+from typing import Any, Union
+
+import mlx.core as mx
+import mlx.optimizers as optimizers
+from mlx.utils import tree_flatten, tree_map
+
+from mlxft.training.optimizer import clip, global_norm, state_arrays
+
+# Optimisers that treat each number of an array by itself, whatever array it is in.
+_BY_NUMBER = (
+    optimizers.AdaDelta,
+    optimizers.Adagrad,
+    optimizers.Adam,
+    optimizers.Adamax,
+    optimizers.Lion,
+    optimizers.RMSprop,
+    optimizers.SGD,
+)
+_FEW_NUMBERS = 2**26  # what is copied for being put end to end is no more than 256 MB of float32
+_ALL = "all"
+
+
+def make_update(
+    optimizer: optimizers.Optimizer, clip_norm: float, params: Any, compiled: bool
+) -> Union["ArrayByArray", "EndToEnd"]:
+    """Returns the update of the trainable arrays `params`, a tree; optimizer: with its state as it is now."""
+    arrays = [array for _, array in tree_flatten(params)]
+    few = sum(array.size for array in arrays) <= _FEW_NUMBERS and len({array.dtype for array in arrays}) == 1
+    if compiled and few and isinstance(optimizer, _BY_NUMBER):
+        return EndToEnd(optimizer, clip_norm, params)
+    return ArrayByArray(optimizer, clip_norm, compiled)
+
+
+class ArrayByArray:
+    """One array after the other, by any optimiser.
+
+    gathered(gradients) -> (gradients, norm); (params, gradients, loss, norm, learning rate) -> params.
+    """
+
+    def __init__(self, optimizer: optimizers.Optimizer, clip_norm: float, compiled: bool):
+        self.optimizer = optimizer
+        self.gathered: Callable = lambda gradients: (gradients, global_norm(gradients))
+        self._update = _clipped(optimizer, clip_norm)
+        if compiled:
+            self.gathered = mx.compile(self.gathered)
+            self._update = _compiled(_guarded(optimizer, self._update), optimizer)
+
+    def __call__(self, params: Any, gradients: Any, loss: mx.array, norm: mx.array, rate: float) -> Any:
+        self.optimizer.learning_rate = rate
+        return self._update(params, gradients, loss, norm)
+
+    def state(self) -> dict[str, mx.array]:
+        """Returns the optimiser's state by name."""
+        return state_arrays(self.optimizer)
+
+
+class EndToEnd:
+    """All arrays as one: hundreds of small ones cost a GPU more to launch than to compute.
+
+    The numbers, and the state under its names, are those of `ArrayByArray`.
+    """
+
+    def __init__(self, optimizer: optimizers.Optimizer, clip_norm: float, params: Any):
+        self.names = [name for name, _ in tree_flatten(params)]
+        self.shapes = [array.shape for _, array in tree_flatten(params)]
+        own = state_arrays(optimizer)
+        kinds = sorted(key.removeprefix(f"{self.names[0]}.") for key in own if self._is_of_first(key))
+        self.optimizer = copy(optimizer)
+        self.optimizer.state = {key: array for key, array in own.items() if "." not in key} | {
+            _ALL: {kind: _end_to_end([own[f"{name}.{kind}"] for name in self.names]) for kind in kinds}
+        }
+        self._parts: list[mx.array] = []  # what the weights in one piece were last cut into
+        self._weights = mx.array([])
+        self._gathered = mx.compile(self._gather)
+        update = _guarded(self.optimizer, _clipped(self.optimizer, clip_norm))
+        self._update = _compiled(update, self.optimizer)
+
+    def _is_of_first(self, key: str) -> bool:
+        return key.startswith(f"{self.names[0]}.")
+
+    def gathered(self, gradients: Any) -> tuple[mx.array, mx.array]:
+        """Returns the gradients in one piece, and their norm."""
+        return self._gathered([array for _, array in tree_flatten(gradients)])
+
+    def _gather(self, arrays: list[mx.array]) -> tuple[mx.array, mx.array]:
+        together = _end_to_end(arrays)
+        return together, global_norm([together])
+
+    def __call__(self, params: Any, gradients: mx.array, loss: mx.array, norm: mx.array, rate: float) -> Any:
+        arrays = [array for _, array in tree_flatten(params)]
+        if len(self._parts) != len(arrays) or any(a is not b for a, b in zip(self._parts, arrays, strict=True)):
+            self._weights = _end_to_end(arrays)
+        self.optimizer.learning_rate = rate
+        (self._weights,) = self._update({_ALL: self._weights}, {_ALL: gradients}, loss, norm).values()
+        self._parts = self._cut(self._weights)
+        parts = iter(self._parts)
+        return tree_map(lambda _: next(parts), params)
+
+    def _cut(self, together: mx.array) -> list[mx.array]:
+        sizes = accumulate(math.prod(shape) for shape in self.shapes)
+        parts = mx.split(together, list(sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def state(self) -> dict[str, mx.array]:
+        """Returns the optimiser's state by name, as if it had seen one array after the other."""
+        shared = {key: array for key, array in self.optimizer.state.items() if key != _ALL}
+        for kind, together in self.optimizer.state[_ALL].items():
+            cut = zip(self.names, self._cut(together), strict=True)
+            shared |= {f"{name}.{kind}": part for name, part in cut}
+        return shared
+
+
+def _end_to_end(arrays: list[mx.array]) -> mx.array:
+    return mx.concatenate([array.reshape(-1) for array in arrays])
+
+
+def _clipped(optimizer: optimizers.Optimizer, clip_norm: float) -> Callable:
+    def update(params, gradients, loss, norm):
+        return optimizer.apply_gradients(clip(gradients, norm, clip_norm), params)
+
+    return update
+
+
+def _guarded(optimizer: optimizers.Optimizer, update: Callable) -> Callable:
+    """Returns the update that leaves everything as it is where the gradients are of no use."""
+
+    def guarded(params, gradients, loss, norm):
+        before = tree_map(lambda array: array, optimizer.state)
+        finite = mx.isfinite(loss) & mx.isfinite(norm)
+        after = update(params, gradients, loss, norm)
+        _keep_unless(finite, optimizer.state, before)
+        return tree_map(lambda new, old: mx.where(finite, new, old), after, params)
+
+    return guarded
+
+
+def _compiled(update: Callable, optimizer: optimizers.Optimizer) -> Callable:
+    state = [optimizer.state]
+    return mx.compile(update, inputs=state, outputs=state)
+
+
+def _keep_unless(useful: mx.array, state: Any, before: Any) -> None:
+    """Puts the arrays of `before` back into an optimiser's state where `useful` is false, in place."""
+    for place, old in before.items() if isinstance(before, dict) else enumerate(before):
+        if isinstance(old, mx.array):
+            state[place] = mx.where(useful, state[place], old)
+        else:
+            _keep_unless(useful, state[place], old)
