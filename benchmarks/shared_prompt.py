@@ -1,26 +1,28 @@
-"""Time and peak memory of one ORPO step on a pair with a long prompt, the prompt forwarded in three ways.
+"""Time and peak memory of one ORPO step on a pair with a long prompt, the prompt forwarded in four ways.
 
     python benchmarks/shared_prompt.py [--shape smollm2|qwen3] [--prompt 1536] [--answers 256] [--steps 5]
+        [--ways "two forwards" pieces]
 
-one by one      the rows prompt + chosen and prompt + rejected, each in a forward of its own
+two forwards    the rows prompt + chosen and prompt + rejected side by side (trainer.layout=padded)
+one by one      the same rows, each in a forward of its own
                 (as trainers do that call the model once an answer; exists only in this script)
-two forwards    the same rows side by side (trainer.layout=padded)
 boolean mask    prompt, chosen and rejected in one row, what each may see as a mask over the whole row
                 (how it is usually done; exists only in this script)
 pieces          the same row, attention in pieces without a mask (trainer.layout=prefix_shared)
 
 Random weights of the shape (smollm2: SmolLM2-135M, float32 on a CPU; qwen3: Qwen3-0.6B, bfloat16), LoRA
-rank 8 on all projections. Each way is a process of its own: loss and gradients, one pair a step, first
-steps that warm up and are left out (one on a CPU, three on a GPU), then the median step. Peak: MLX's,
-over what the model itself takes.
+rank 8 on all projections. Loss and gradients, one pair a step. The ways take turns, step by step, since a
+device's speed changes as it grows warm; first turns (one on a CPU, three on a GPU) are left out, then it is
+the median of each way's. Peak: MLX's, over what the model itself takes.
 """
 
 import argparse
-import json
+import gc
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 SHAPES = {
     "smollm2": {
@@ -52,59 +54,67 @@ SHAPES = {
     },
 }
 GPU_WARM_UP = 3  # kernels and programs are compiled in the first steps; a CPU's are warm after one
-WAYS = {
-    "one by one": "padded",
+LAYOUTS = {
     "two forwards": "padded",
+    "one by one": "padded",
     "boolean mask": "prefix_shared",
     "pieces": "prefix_shared",
 }
 
 
-def measure(way: str, shape: str, num_prompt: int, num_answer: int, steps: int) -> dict:
-    """Returns seconds of the median step, bytes of the peak, and the loss, of one way."""
-    import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
+class Way:
+    """One way to take the step, and what its steps took. num_prompt, num_answer: tokens."""
 
-    import mlx.core as mx  # isort: skip
+    def __init__(self, name: str, view: Any, vocabulary: int, num_prompt: int, num_answer: int):
+        import mlx.core as mx
 
-    from mlxft.backend import shape_multiple
-    from mlxft.layouts.arrange import Arranger
-    from mlxft.segmented import gradients
-    from mlxft.training.objectives import HeadPlan, Orpo
-    from mlxft.training.objectives.preference import LossSettings
+        from mlxft.backend import shape_multiple
+        from mlxft.layouts.arrange import Arranger
+        from mlxft.segmented.gradients import Gradient
+        from mlxft.training.objectives import HeadPlan, Orpo
+        from mlxft.training.objectives.preference import LossSettings
 
-    made = random_view(shape)
-    multiple = 1 if way == "boolean mask" else shape_multiple()
-    settings = LossSettings(0.1, nll_weight=1.0, nll_scope="full")
-    objective = Orpo(HeadPlan(), Arranger(WAYS[way], multiple), settings)
-    if way == "one by one":
-        gradients.hidden_states = row_by_row(gradients.hidden_states)
-    if way == "boolean mask":
-        gradients.TrainingCache = masked_cache(num_prompt, num_answer)
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    warm_up = 1 if on_cpu else GPU_WARM_UP
-    gradient = gradients.Gradient(made, objective, "whole", compiled=not on_cpu)
-    batches, counts = objective.begin(
-        [[random_pair(SHAPES[shape]["vocab_size"], num_prompt, num_answer)]], made
-    )
-    prepared = objective.prepare(batches[0], counts)
-    params = made.model.trainable_parameters()
-    seconds = []
-    for step in range(steps + warm_up):
+        self.name, self.view = name, view
+        self.sizes = num_prompt, num_answer
+        multiple = 1 if name == "boolean mask" else shape_multiple()
+        settings = LossSettings(0.1, nll_weight=1.0, nll_scope="full")
+        objective = Orpo(HeadPlan(), Arranger(LAYOUTS[name], multiple), settings)
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        self.gradient = Gradient(view, objective, "whole", compiled=not on_cpu)
+        batches, counts = objective.begin([[random_pair(vocabulary, num_prompt, num_answer)]], view)
+        self.prepared = objective.prepare(batches[0], counts)
+        self.seconds: list[float] = []
+        self.peak_bytes, self.loss = 0, 0.0
+
+    def step(self) -> None:
+        """Takes a step and notes its seconds, peak and loss."""
+        import mlx.core as mx
+
+        gc.collect()
         mx.clear_cache()
         mx.reset_peak_memory()
-        before, began = mx.get_active_memory(), time.perf_counter()
-        result = gradient(params, prepared.inputs, prepared.layout)
-        mx.eval(result)
-        if step >= warm_up:
-            seconds.append(time.perf_counter() - began)
-        loss, peak = result[0].item(), mx.get_peak_memory() - before
-        del result
-    return {
-        "seconds": statistics.median(seconds),
-        "peak_bytes": peak,
-        "loss": loss,
-        "positions": prepared.num_positions,
-    }
+        params, before = self.view.model.trainable_parameters(), mx.get_active_memory()
+        with self.patched():
+            began = time.perf_counter()
+            result = self.gradient(params, self.prepared.inputs, self.prepared.layout)
+            mx.eval(result)
+            self.seconds.append(time.perf_counter() - began)
+        self.loss, self.peak_bytes = result[0].item(), mx.get_peak_memory() - before
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Within the block mlxft takes the step in this way, also in those that it doesn't have."""
+        from mlxft.segmented import gradients
+
+        originals = gradients.hidden_states, gradients.TrainingCache
+        if self.name == "one by one":
+            gradients.hidden_states = row_by_row(gradients.hidden_states)
+        if self.name == "boolean mask":
+            gradients.TrainingCache = masked_cache(*self.sizes)
+        try:
+            yield
+        finally:
+            gradients.hidden_states, gradients.TrainingCache = originals
 
 
 def random_view(shape: str):
@@ -140,7 +150,7 @@ def random_pair(vocabulary: int, num_prompt: int, num_answer: int):
     return Pair(*tokens, np.ones(num_answer, bool), np.ones(num_answer, bool), "")
 
 
-def row_by_row(hidden_states):
+def row_by_row(hidden_states: Callable) -> Callable:
     """Returns hidden_states for one row of tokens (B, T) after the other."""
     import mlx.core as mx
 
@@ -179,25 +189,33 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1536)
     parser.add_argument("--answers", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[1:])
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    usual = [name for name in LAYOUTS if name != "one by one"]
+    parser.add_argument("--ways", nargs="+", choices=LAYOUTS, default=usual)
     options = parser.parse_args()
-    if options.way:
-        result = measure(options.way, options.shape, options.prompt, options.answers, options.steps)
-        print("RESULT " + json.dumps(result))
-        return
-    print(f"{options.shape}, prompt {options.prompt}, answers of {options.answers}, one pair a step")
-    print(f"{'way':<14} {'positions':>9} {'seconds':>9} {'peak GB':>8} {'faster':>7}  loss")
-    base = None
-    for way in options.ways:
-        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = json.loads(output[output.index("RESULT ") + 7 :])
-        base = base or found["seconds"]
-        print(
-            f"{way:<14} {found['positions']:>9,} {found['seconds']:>9.3f} {found['peak_bytes'] / 1e9:>8.2f} "
-            f"{base / found['seconds']:>6.2f}x  {found['loss']:.5f}",
-            flush=True,
+    for way in measure(options.ways, options.shape, options.prompt, options.answers, options.steps):
+        print(way, flush=True)
+
+
+def measure(names: list[str], shape: str, num_prompt: int, num_answer: int, steps: int) -> Iterator[str]:
+    """Yields a table, line by line."""
+    import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
+
+    import mlx.core as mx  # isort: skip
+
+    warm_up = 1 if mx.default_device().type == mx.DeviceType.cpu else GPU_WARM_UP
+    view = random_view(shape)
+    ways = [Way(name, view, SHAPES[shape]["vocab_size"], num_prompt, num_answer) for name in names]
+    for _ in range(steps + warm_up):
+        for way in ways:
+            way.step()
+    yield f"{shape}, prompt {num_prompt}, answers of {num_answer}, one pair a step, {steps} steps each"
+    yield f"{'way':<14} {'positions':>9} {'seconds':>9} {'peak GB':>8} {'faster':>7}  loss"
+    base = statistics.median(ways[0].seconds[warm_up:])
+    for way in ways:
+        seconds = statistics.median(way.seconds[warm_up:])
+        yield (
+            f"{way.name:<14} {way.prepared.num_positions:>9,} {seconds:>9.3f} {way.peak_bytes / 1e9:>8.2f} "
+            f"{base / seconds:>6.2f}x  {way.loss:.5f}"
         )
 
 
