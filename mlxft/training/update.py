@@ -98,7 +98,7 @@ class EndToEnd:
 
     def __call__(self, params: Any, gradients: mx.array, loss: mx.array, norm: mx.array, rate: float) -> Any:
         arrays = [array for _, array in tree_flatten(params)]
-        if len(self._parts) != len(arrays) or any(a is not b for a, b in zip(self._parts, arrays, strict=True)):
+        if [id(array) for array in arrays] != [id(part) for part in self._parts]:
             self._weights = _end_to_end(arrays)
         self.optimizer.learning_rate = rate
         (self._weights,) = self._update({_ALL: self._weights}, {_ALL: gradients}, loss, norm).values()

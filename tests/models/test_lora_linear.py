@@ -18,6 +18,8 @@ from mlxft.models.lora_linear import (
     thin_products_joined,
 )
 
+SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
+
 
 def make_layer(dropout=0.0, quantised=False, place=(0, 0), scale=2.0):
     keys = mx.random.split(mx.random.key(1), 3)
@@ -124,7 +126,7 @@ def test_layers_that_share_an_input_give_with_joined_thin_products_what_they_giv
     with thin_products_joined():
         joined, products_joined = value_and_gradients(module, x), num_products(module, x)
     for (name, one), (_, other) in zip(joined, apart, strict=True):
-        assert mx.abs(one - other).max().item() <= 1e-6 * mx.abs(other).max().item(), name
+        assert mx.abs(one - other).max().item() <= 1e-6 * SLACK * mx.abs(other).max().item(), name
     assert products_joined < products_apart
 
 
@@ -142,11 +144,12 @@ def test_what_was_made_together_is_not_taken_for_other_inputs_or_other_weights()
     before = module.v_proj(x)
     with thin_products_joined():
         module.q_proj(x)  # and nobody asks for v's yet
-        assert mx.allclose(module.v_proj(2 * x), 2 * before, rtol=1e-5, atol=1e-4)
+        assert mx.allclose(module.v_proj(2 * x), 2 * before, rtol=1e-5 * SLACK, atol=1e-4 * SLACK)
         module.q_proj(x)
         module.v_proj.lora_b = 3 * module.v_proj.lora_b
         after = module.v_proj(x)
-    assert mx.allclose(after - module.v_proj.linear(x), 3 * (before - module.v_proj.linear(x)), 1e-4, 1e-3)
+    base = module.v_proj.linear(x)
+    assert mx.allclose(after - base, 3 * (before - base), 1e-4 * SLACK, 1e-3 * SLACK)
 
 
 def test_a_disabled_layer_gives_its_base_beside_one_that_is_not():
