@@ -8,18 +8,18 @@ Qwen3-0.6B's shape (28 layers, width 1,024, MLP 3,072, 16 heads and 8 key-value 
 every token supervised, rows of random tokens. --bits: the base quantised, in groups of 64. A gradient is
 one of trainer.gradient, segmented:N with N the segment_layers, or segmented:N:GB with trainer.memory_limit
 too; mlx-lm has whole and checkpoint. A case is rows x tokens; tokens/s is of a row's tokens for both
-trainers (mlx-lm pads to 1 + a multiple of 32 and also trains on one padding token a row). Each trainer and
-case is a process of its own; the first steps compile and are left out; tokens/s is of the median step, the
-peak that of all steps after them.
+trainers (mlx-lm pads to 1 + a multiple of 32 and also trains on one padding token a row). Each trainer is a
+process of its own, which takes the cases one after the other; the first steps of each compile and are left
+out; tokens/s is of the median step, the peak that of all steps after them.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 SHAPE = {
@@ -164,45 +164,64 @@ def main() -> None:
     parser.add_argument("--bits", type=int)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--one", nargs=4, metavar=("TRAINER", "MODEL", "CASE", "GRADIENT"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--one", nargs=2, metavar=("TRAINER", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        trainer, model, case, gradient = options.one
-        print("RESULT " + json.dumps(TRAINERS[trainer](Path(model), case, options.steps, gradient)))
+        trainer, model = options.one
+        run_all(trainer, Path(model), options.cases, options.gradients, options.steps)
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.bits)
-        print(f"{'case':>8} {'gradient':>14} {'trainer':>8} {'tokens/s':>10} {'peak GB':>8}  losses")
-        for case in options.cases:
-            for gradient in options.gradients:
-                for trainer in options.trainers:
-                    if trainer == "mlx-lm" and gradient not in ("whole", "checkpoint"):
-                        continue
-                    results.append(measure(trainer, folder, case, gradient, options.steps))
+        print(f"{'case':>8} {'gradient':>15} {'trainer':>8} {'tokens/s':>10} {'peak GB':>8}  losses")
+        for trainer in options.trainers:
+            results += measure(trainer, folder, sys.argv[1:])
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure(trainer: str, folder: str, case: str, gradient: str, steps: int) -> dict:
-    """Runs one trainer on one case in a fresh process and prints its line."""
-    command = [sys.executable, __file__, "--steps", str(steps), "--one", trainer, folder, case, gradient]
-    began = time.time()
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = {"case": case, "gradient": gradient, "trainer": trainer, "seconds": time.time() - began}
-    if not found:
-        print(f"{case:>8} {gradient:>14} {trainer:>8}  failed: {done.stderr.strip()[-800:]}", flush=True)
-        return {**result, "failed": done.stderr.strip()[-800:]}
-    result |= json.loads(found[0].removeprefix("RESULT "))
-    print(
-        f"{case:>8} {gradient:>14} {trainer:>8} {result['tokens_per_s']:>10,.0f} "
-        f"{result['peak_bytes'] / 1e9:>8.2f}  {result['loss']}",
-        flush=True,
-    )
-    return result
+def run_all(trainer: str, model: Path, cases: list[str], gradients: list[str], steps: int) -> None:
+    """Runs every case in this process and prints a line of JSON for each."""
+    import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
+
+    import mlx.core as mx  # isort: skip
+
+    for case in cases:
+        for gradient in gradients:
+            if trainer == "mlx-lm" and gradient not in ("whole", "checkpoint"):
+                continue
+            gc.collect()  # models and programs refer to themselves
+            mx.clear_cache()
+            result = {"case": case, "gradient": gradient, "trainer": trainer}
+            try:
+                result |= TRAINERS[trainer](model, case, steps, gradient)
+            except RuntimeError as error:  # of MLX: no memory, say; the next case may have it
+                result["failed"] = str(error)
+            print("RESULT " + json.dumps(result), flush=True)
+
+
+def measure(trainer: str, folder: str, given: list[str]) -> list[dict]:
+    """Runs one trainer in a fresh process, prints a line for each case and returns them all."""
+    command = [sys.executable, __file__, *given, "--one", trainer, folder]
+    results = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if not line.startswith("RESULT "):
+                continue
+            result = json.loads(line.removeprefix("RESULT "))
+            results.append(result)
+            print(line_of(result), flush=True)
+        if process.wait():
+            print(f"{trainer} failed: {process.stderr.read().strip()[-800:]}", flush=True)
+    return results
+
+
+def line_of(result: dict) -> str:
+    """Returns a result's line of the table."""
+    place = f"{result['case']:>8} {result['gradient']:>15} {result['trainer']:>8}"
+    if "failed" in result:
+        return f"{place}  failed: {result['failed'][-800:]}"
+    return f"{place} {result['tokens_per_s']:>10,.0f} {result['peak_bytes'] / 1e9:>8.2f}  {result['loss']}"
 
 
 if __name__ == "__main__":
