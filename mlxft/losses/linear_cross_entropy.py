@@ -52,7 +52,7 @@ def _chunked(head: Head, targets: mx.array, chunk: int) -> Callable:
     The graph would evaluate chunks side by side and hold all their logits: each is made to wait for
     the one before.
     """
-    spans = [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
+    spans = _spans(targets, chunk)
 
     @mx.custom_function
     def logps(params, hidden):
@@ -67,12 +67,8 @@ def _chunked(head: Head, targets: mx.array, chunk: int) -> Callable:
         params, hidden = primals
         d_params, parts = params, []
         for span in spans:
-
-            def weighted(params, rows, span=span):
-                return (_token_logps(head.apply(params, rows), targets[span]) * cotangent[span]).sum()
-
             rows = mx.depends(hidden[span], parts[-1]) if parts else hidden[span]
-            _, (part, d_rows) = _value_and_gradients(weighted, params, rows)
+            _, (part, d_rows) = _part(head, params, rows, targets[span], -cotangent[span])
             d_params = tree_map(mx.add, d_params, part) if parts else part
             parts.append(d_rows)
         return d_params, mx.concatenate(parts)
@@ -102,18 +98,13 @@ def _with_gradient(head: Head, targets: mx.array, weights: mx.array, chunk: int)
 
     @mx.custom_function
     def forward(params, hidden):
-        loss, d_params, parts = mx.zeros(()), None, []
-        for start in range(0, targets.shape[0], chunk):
-            span = slice(start, start + chunk)
-
-            def weighted(params, rows, span=span):
-                return -(weights[span] * _token_logps(head.apply(params, rows), targets[span])).sum()
-
+        loss, d_params, parts = mx.zeros(()), params, []
+        for span in _spans(targets, chunk):
             # The loss too: what it is made of would otherwise wait, with the chunk's logits, for the end.
             rows = mx.depends(hidden[span], [loss, parts[-1]]) if parts else hidden[span]
-            part, (d_part, d_rows) = _value_and_gradients(weighted, params, rows)
+            part, (d_part, d_rows) = _part(head, params, rows, targets[span], weights[span])
             loss = loss + part
-            d_params = d_part if d_params is None else tree_map(mx.add, d_params, d_part)
+            d_params = tree_map(mx.add, d_params, d_part) if parts else d_part
             parts.append(d_rows)
         return loss, d_params, mx.concatenate(parts)
 
@@ -134,14 +125,13 @@ def stepped_gradients(
     loss_of: (M,) log-probabilities -> (loss, metrics). For use outside of any graph: what is evaluated
     within one keeps all that it was made of, and a GPU frees nothing of what it was given to do together.
     """
-    spans = [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
     parts = []
-    for span in spans:
+    for span in _spans(targets, chunk):
         parts.append(_token_logps(head.apply(head.params, hidden[span]), targets[span]))
         mx.eval(parts[-1])
     value, d_logps = mx.value_and_grad(loss_of)(mx.concatenate(parts))
     mx.eval(value, d_logps)
-    _, d_params, d_hidden = _weighted_steps(head, hidden, targets, -d_logps, spans)
+    _, d_params, d_hidden = stepped_cross_entropy(head, hidden, targets, -d_logps, chunk)
     return value, d_params, d_hidden
 
 
@@ -152,18 +142,9 @@ def stepped_cross_entropy(
 
     A chunk's logits are made once for both.
     """
-    spans = [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
-    return _weighted_steps(head, hidden, targets, weights, spans)
-
-
-def _weighted_steps(head: Head, hidden, targets, weights, spans: list[slice]):
     loss, d_params, d_hidden = mx.zeros(()), head.params, []
-    for span in spans:
-
-        def weighted(params, rows, span=span):
-            return -(weights[span] * _token_logps(head.apply(params, rows), targets[span])).sum()
-
-        part, (d_part, d_rows) = _value_and_gradients(weighted, head.params, hidden[span])
+    for span in _spans(targets, chunk):
+        part, (d_part, d_rows) = _part(head, head.params, hidden[span], targets[span], weights[span])
         d_params = tree_map(mx.add, d_params, d_part) if d_hidden else d_part
         loss = loss + part
         d_hidden.append(d_rows)
@@ -171,10 +152,19 @@ def _weighted_steps(head: Head, hidden, targets, weights, spans: list[slice]):
     return loss, d_params, mx.concatenate(d_hidden)
 
 
-def _value_and_gradients(function: Callable, params: Any, rows: mx.array) -> tuple[mx.array, tuple]:
+def _spans(targets: mx.array, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
+
+
+def _part(head: Head, params: Any, rows: mx.array, targets: mx.array, weights: mx.array):
+    """Returns a chunk's sum of weights times -log p, and the gradients (of params, of rows)."""
+
+    def loss(params, rows):
+        return -(weights * _token_logps(head.apply(params, rows), targets)).sum()
+
     if params:
-        return mx.value_and_grad(function, argnums=(0, 1))(params, rows)
-    value, d_rows = mx.value_and_grad(function, argnums=1)(params, rows)
+        return mx.value_and_grad(loss, argnums=(0, 1))(params, rows)
+    value, d_rows = mx.value_and_grad(loss, argnums=1)(params, rows)
     return value, (params, d_rows)
 
 
