@@ -81,7 +81,7 @@ def _attend_one(q, k, v, how: LayerAttention) -> mx.array:
     """Attention of the last Q of S positions, each seeing itself and what comes before."""
     if how.window is None or how.window >= k.shape[2]:
         return _causal(q, k, v, how)
-    return _windowed(q, k, v, how.window, how)
+    return _windowed(q, k, v, how)
 
 
 def _causal(q, k, v, how: LayerAttention) -> mx.array:
@@ -134,34 +134,34 @@ def _causal_mask(num_queries: int, num_keys: int) -> mx.array:
     return mx.arange(num_keys)[None] <= row
 
 
-def _windowed(q, k, v, window: int, how: LayerAttention) -> mx.array:
+def _windowed(q, k, v, how: LayerAttention) -> mx.array:
     """Causal within a sliding window: blocks of W queries, each against two windows of keys.
 
     All blocks but the first have the same mask (W, 2W) and go through one call.
     """
-    num_queries, before = q.shape[2], k.shape[2] - q.shape[2]
+    window, num_queries, before = how.window, q.shape[2], k.shape[2] - q.shape[2]
     if before > window:  # nobody sees further back
         k, v = k[:, :, before - window :], v[:, :, before - window :]
         before = window
     first = min(window, num_queries)
-    out = _first_block(q[:, :, :first], k[:, :, : before + first], v[:, :, : before + first], window, how)
+    out = _first_block(q[:, :, :first], k[:, :, : before + first], v[:, :, : before + first], how)
     if first == num_queries:
         return out
-    rest = _later_blocks(q[:, :, first:], k[:, :, before:], v[:, :, before:], window, how)
+    rest = _later_blocks(q[:, :, first:], k[:, :, before:], v[:, :, before:], how)
     return mx.concatenate([out, rest], axis=2)
 
 
-def _first_block(q, k, v, window: int, how: LayerAttention) -> mx.array:
-    if k.shape[2] <= window:
+def _first_block(q, k, v, how: LayerAttention) -> mx.array:
+    if k.shape[2] <= how.window:
         return _causal(q, k, v, how)
     row = mx.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
     column = mx.arange(k.shape[2])[None]
-    return _masked(q, k, v, (column <= row) & (column > row - window), how)
+    return _masked(q, k, v, (column <= row) & (column > row - how.window), how)
 
 
-def _later_blocks(q, k, v, window: int, how: LayerAttention) -> mx.array:
+def _later_blocks(q, k, v, how: LayerAttention) -> mx.array:
     """q: (B, N, Q, D), the queries after the first W; k, v: (B, K, W + Q, D), from the block before on."""
-    rows, num_queries = q.shape[0], q.shape[2]
+    window, rows, num_queries = how.window, q.shape[0], q.shape[2]
     pad = [(0, 0), (0, 0), (0, -num_queries % window), (0, 0)]
     q, k, v = (mx.pad(x, pad) for x in (q, k, v))
     blocks = q.shape[2] // window
