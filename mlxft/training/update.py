@@ -73,8 +73,8 @@ class EndToEnd:
     def __init__(self, optimizer: optimizers.Optimizer, clip_norm: float, params: Any):
         self.names = [name for name, _ in tree_flatten(params)]
         self.shapes = [array.shape for _, array in tree_flatten(params)]
-        own = state_arrays(optimizer)
-        kinds = sorted(key.removeprefix(f"{self.names[0]}.") for key in own if self._is_of_first(key))
+        own, first = state_arrays(optimizer), f"{self.names[0]}."
+        kinds = sorted(key.removeprefix(first) for key in own if key.startswith(first))
         self.optimizer = copy(optimizer)
         self.optimizer.state = {key: array for key, array in own.items() if "." not in key} | {
             _ALL: {kind: _end_to_end([own[f"{name}.{kind}"] for name in self.names]) for kind in kinds}
@@ -84,9 +84,6 @@ class EndToEnd:
         self._gathered = mx.compile(self._gather)
         update = _guarded(self.optimizer, _clipped(self.optimizer, clip_norm))
         self._update = _compiled(update, self.optimizer)
-
-    def _is_of_first(self, key: str) -> bool:
-        return key.startswith(f"{self.names[0]}.")
 
     def gathered(self, gradients: Any) -> tuple[mx.array, mx.array]:
         """Returns the gradients in one piece, and their norm."""

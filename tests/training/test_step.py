@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxft.config.choices import OPTIMIZERS
 from mlxft.config.schema import AdapterConfig, OptimizerConfig
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger
@@ -41,7 +42,7 @@ def arrays(taken: Stepper) -> dict[str, np.ndarray]:
     return {name: np.array(array) for name, array in (weights | taken.update.state()).items()}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_given_ahead_is_the_step_that_waits(name):
     waits, ahead = stepper(compiled=False, name=name), stepper(compiled=True, name=name)
     for step in range(3):
