@@ -10,7 +10,7 @@ from mlxft.config.schema import Config
 from mlxft.models.adapters import load_adapter
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
-from mlxft.models.lora import LoRALinear, adapter_disabled
+from mlxft.models.lora_linear import LoRALinear, adapter_disabled
 
 
 def load_adapted(config: Config, folder: Path) -> nn.Module:

@@ -59,11 +59,11 @@ def evaluate(decoder: DecoderView, batches: Iterable[Sequence[Example]], objecti
     losses, rows = [], 0
     for batch in batches:
         rows += len(batch)
-        losses.append(token_losses(decoder, batch, objective))
+        losses.append(_token_losses(decoder, batch, objective))
     return _summed_up(np.concatenate(losses), rows, time.perf_counter() - began)
 
 
-def token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft) -> np.ndarray:
+def _token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft) -> np.ndarray:
     """Returns -log p (M,) float64 of the batch's supervised tokens, row by row."""
     counts = objective.counts(batch)
     prepared = objective.prepare(batch, counts)

@@ -45,8 +45,8 @@ def check(made) -> None:
 
 def halves_agree(made, index: int) -> bool:
     """Returns whether a layer's two halves, one after the other, give what the layer gives."""
-    width = made.embed(mx.zeros((1, 1), mx.int32))[0]
-    hidden = mx.random.normal((1, _PROMPT, width.shape[-1]), key=mx.random.key(0)).astype(width.dtype)
+    embedded = made.embed(mx.zeros((1, 1), mx.int32))[0]
+    hidden = mx.random.normal((1, _PROMPT, embedded.shape[-1]), key=mx.random.key(0)).astype(embedded.dtype)
     cache = TrainingCache(padded(_PROMPT))
     with made.active():
         expected = made.run((hidden,), index, index + 1, cache)[0]

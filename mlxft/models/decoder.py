@@ -23,7 +23,7 @@ from mlxft.models.check import check, halves_agree
 from mlxft.models.frozen_linear import quantised_at_dense_speed
 from mlxft.models.lora_linear import thin_products_joined
 
-__all__ = ["DecoderView", "State", "check", "model_type", "unchecked_view", "view"]
+__all__ = ["DecoderView", "State", "model_type", "unchecked_view", "view"]
 
 State = tuple[mx.array, ...]
 

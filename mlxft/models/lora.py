@@ -14,11 +14,9 @@ from mlxft.models.adapter_tensors import Adapter, LowRank
 from mlxft.models.adapters import attach, fit, load_adapter, read_adapter
 from mlxft.models.dequantise import is_quantised, num_packed_values
 from mlxft.models.frozen_linear import dimensions
-from mlxft.models.lora_linear import LoRALinear, adapter_disabled, dropout_keys, initial_a
+from mlxft.models.lora_linear import LoRALinear, initial_a
 from mlxft.models.mlxlm_adapter import at_one_rank
 from mlxft.models.targets import LinearLayer, num_expert_layers, select
-
-__all__ = ["AdapterReport", "LoRALinear", "adapter_disabled", "apply_adapter", "dropout_keys"]
 
 log = logging.getLogger("mlxft")
 

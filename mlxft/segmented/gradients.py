@@ -16,7 +16,7 @@ from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
 from mlxft.losses import Head, linear_cross_entropy, linear_logps
 from mlxft.models.decoder import DecoderView, State
-from mlxft.models.lora import dropout_keys
+from mlxft.models.lora_linear import dropout_keys
 
 # Called as observe(phase, arrays) after each phase of a step; evaluates the arrays.
 Observer = Callable[[str, Any], None]

@@ -25,7 +25,7 @@ from mlxft.errors import InputError
 from mlxft.models.decoder import DecoderView
 from mlxft.models.decoder import view as checked_view
 from mlxft.models.load import load_model
-from mlxft.models.lora import adapter_disabled
+from mlxft.models.lora_linear import adapter_disabled
 from mlxft.models.resolve import resolve
 from mlxft.training.validation import fixed_batches
 

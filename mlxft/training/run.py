@@ -22,7 +22,7 @@ from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
 from mlxft.planning.shape import shape_of
 from mlxft.planning.workload import longest_batch, workload
-from mlxft.segmented.build import AnyGradient, GradientPlan, build
+from mlxft.segmented.build import AnyGradient, build
 from mlxft.training import environment, objectives, optimizer, resume
 from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
@@ -184,15 +184,11 @@ class _Run:
         """Returns how the backward is run. Raises: GuardStop if the longest batch cannot fit."""
         wanted = workload(self.objective, longest_batch(self.windows))
         shape = shape_of(self.view, self.report, self.config)
-        is_another = "reference" in LOSS_KEYS[self.config.trainer.objective] and reference_folder != folder
-        planner = Planner(self.config, folder, wanted, shape, reference_folder if is_another else None)
+        another = reference_folder if reference_folder != folder else None
+        planner = Planner(self.config, folder, wanted, shape, another)
         choice = planner.choose(self.start.continuation and self.start.continuation.plan())
         refuse(choice)
         return choice
-
-    @property
-    def _plan(self) -> GradientPlan:
-        return self.choice.plan
 
     def _try_longest(self, stepper: Stepper) -> None:
         """Runs the longest batch once, for nothing: what cannot fit is told now, not hours later."""
@@ -208,13 +204,13 @@ class _Run:
         gradient.observe = observe
 
     def _gradient(self, files: ExitStack) -> AnyGradient:
-        trainer, plan = self.config.trainer, self._plan
+        trainer = self.config.trainer
         log.info("gradient: %s; layout: %s", self.choice, self.objective.arranger.layout)
         if trainer.log_memory:
             memory = MemoryLog(self.run_dir / "memory.jsonl", self.start.step)
             self.memory = files.enter_context(closing(memory))
         observer = self.memory if trainer.log_memory else None
-        return build(self.view, self.objective, plan, trainer.deterministic, observer)
+        return build(self.view, self.objective, self.choice.plan, trainer.deterministic, observer)
 
     def _valid_batches(self) -> list[list[Row]]:
         """Validation rows in batches no larger than those of training."""
@@ -249,7 +245,7 @@ class _Run:
             self.memory,
             check,
             resume.identity(asdict(self.config), self.weights, self.rows.fingerprints(), self.report)
-            | {"gradient": asdict(self._plan)},
+            | {"gradient": asdict(self.choice.plan)},
             self.progress,
             saved_step=0 if self.start.is_elsewhere else self.start.step,
         )

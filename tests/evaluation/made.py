@@ -10,7 +10,8 @@ from mlx.utils import tree_map_with_path
 from mlxft.config.schema import AdapterConfig
 from mlxft.models import load
 from mlxft.models.adapters import save_adapter
-from mlxft.models.lora import LoRALinear, apply_adapter
+from mlxft.models.lora import apply_adapter
+from mlxft.models.lora_linear import LoRALinear
 from tests.tiny_models import END_ID, SPECIAL_TOKENS, make_model
 
 LETTERS = [byte + len(SPECIAL_TOKENS) for byte in range(ord("a"), ord("z") + 1)]

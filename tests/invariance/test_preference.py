@@ -11,7 +11,8 @@ from mlxft.data.example import Pair, Unpaired
 from mlxft.layouts.arrange import LAYOUTS, Arranger
 from mlxft.models.decoder import view
 from mlxft.models.load import load
-from mlxft.models.lora import adapter_disabled, apply_adapter
+from mlxft.models.lora import apply_adapter
+from mlxft.models.lora_linear import adapter_disabled
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives import Dpo, Kto, Orpo
 from mlxft.training.objectives.common import HeadPlan, with_ref_logps

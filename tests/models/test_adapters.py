@@ -12,7 +12,8 @@ from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.models.adapters import load_adapter, read_adapter, save_adapter
 from mlxft.models.load import load_model
-from mlxft.models.lora import LoRALinear, apply_adapter
+from mlxft.models.lora import apply_adapter
+from mlxft.models.lora_linear import LoRALinear
 from tests.tiny_models import make_model
 
 PARITY = Path(__file__).parents[1] / "parity"

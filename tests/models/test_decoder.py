@@ -12,7 +12,8 @@ from mlxft.errors import InputError
 from mlxft.layouts.arrange import LAYOUTS
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout, Piece, padded
-from mlxft.models.decoder import DecoderView, check, view
+from mlxft.models.check import check
+from mlxft.models.decoder import DecoderView, view
 from mlxft.models.families.gemma3 import Gemma3View
 from mlxft.models.load import load
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model

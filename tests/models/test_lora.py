@@ -9,7 +9,8 @@ from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.models.adapters import save_adapter
 from mlxft.models.load import load_model
-from mlxft.models.lora import LoRALinear, adapter_disabled, apply_adapter
+from mlxft.models.lora import apply_adapter
+from mlxft.models.lora_linear import LoRALinear, adapter_disabled
 from tests.tiny_models import make_model
 
 TOKENS = mx.array([[5, 80, 7, 200, 31, 9]])
