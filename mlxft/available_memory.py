@@ -29,7 +29,8 @@ def available_bytes() -> int:
 def memory_limit_bytes(setting: float | str = "auto") -> int:
     """Returns how many bytes of arrays MLX may have at once, those that it has now included.
 
-    setting: `trainer.memory_limit`, in GB of 10^9 bytes, or "auto" for 0.9 of what is free.
+    setting: `trainer.memory_limit`, in GB of 10^9 bytes, or "auto" for 0.9 of what is free, on CUDA
+    of what the GPU has; no more than MLX itself allows.
     """
     import mlx.core as mx
 

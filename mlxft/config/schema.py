@@ -44,7 +44,7 @@ class TrainerConfig:
     gradient: str = "auto"  # of the backward: auto (fastest that fits) | whole | checkpoint | segmented
     segment_layers: Any = "auto"  # of segmented: auto | layers at once | half: attention, MLP apart
     in_flight: Any = "auto"  # of segmented: segments submitted before one is waited for; each takes memory
-    memory_limit: Any = "auto"  # GB of arrays at once; auto: 0.9 of what is free, or what the GPU has
+    memory_limit: Any = "auto"  # GB of arrays at once; auto: 0.9 of what is free, or of what the GPU has
     max_steps: Optional[int] = None  # optimiser steps; wins over epochs
     epochs: float = 1.0  # passes over the rows
     accumulate: int = 1  # micro-batches of an optimiser step

@@ -110,7 +110,10 @@ class LoRALinear(nn.Module):
 
 @dataclass(frozen=True)
 class Sharing:
-    """Adapted layers of one module that it calls with the same input, one after the other."""
+    """Adapted layers of one module that it calls with the same input, one after the other.
+
+    An object of its own: a module takes layers in a tuple for parts of itself.
+    """
 
     layers: tuple[LoRALinear, ...]
 
