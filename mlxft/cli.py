@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from mlxft.errors import EXIT_DONE, EXIT_FAULT, EXIT_GUARD, InputError, MlxftError
@@ -176,12 +177,6 @@ Keys and their defaults (one without a default is decided from the model, or sta
 {training_keys()}"""
 
 
-def _eval(arguments: list[str]) -> int:
-    from mlxft.evaluation.command import main as run
-
-    return run(arguments)
-
-
 def _eval_help() -> str:
     from mlxft.config.composition import COMMANDS
     from mlxft.config.reference import training_keys
@@ -200,12 +195,6 @@ how often and by how much the chosen one is likelier; of labelled answers, which
 Keys and their defaults:
 
 {training_keys(COMMANDS["eval"].uses)}"""
-
-
-def _generate(arguments: list[str]) -> int:
-    from mlxft.evaluation.generate import main as run
-
-    return run(arguments)
 
 
 def _generate_help() -> str:
@@ -227,12 +216,6 @@ Keys and their defaults:
 {training_keys(COMMANDS["generate"].uses)}"""
 
 
-def _preview(arguments: list[str]) -> int:
-    from mlxft.data.preview import main as run
-
-    return run(arguments)
-
-
 def _preview_help() -> str:
     from mlxft.config.reference import preview_keys, training_keys
 
@@ -252,12 +235,6 @@ Takes whatever mlxft train takes and checks it in the same way. Keys and default
 {preview_keys()}
 
 {training_keys(read)}"""
-
-
-def _plan(arguments: list[str]) -> int:
-    from mlxft.planning.command import main as run
-
-    return run(arguments)
 
 
 def _plan_help() -> str:
@@ -338,12 +315,6 @@ usage: mlxft recipes [NAME | copy NAME]
 Lists the recipes, shows one, or copies one to ./recipes, where +recipe=NAME finds it before mlxft's own."""
 
 
-def _doctor(arguments: list[str]) -> int:
-    from mlxft.doctor import main as run
-
-    return run(arguments)
-
-
 def _doctor_help() -> str:
     return """\
 usage: mlxft doctor [--json] [--online]
@@ -353,12 +324,19 @@ Says in one screen what mlxft runs on: backend, versions, BLAS, memory and speed
 --json prints the same as JSON; --online also sees whether the model hub can be reached."""
 
 
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    """Returns the command that is a module's `main`, which is imported when the command runs."""
+    return lambda arguments: import_module(module).main(arguments)
+
+
 COMMANDS = {
     "train": Command("fine-tune a model", _train_help, _train),
-    "eval": Command("loss and perplexity of a file of rows", _eval_help, _eval),
-    "generate": Command("one answer of a model", _generate_help, _generate),
-    "preview": Command("what training will see of the rows", _preview_help, _preview),
-    "plan": Command("memory and time a run will take", _plan_help, _plan),
+    "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
+    "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
+    "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
+    "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
-    "doctor": Command("backend, versions, BLAS, memory and speed of this machine", _doctor_help, _doctor),
+    "doctor": Command(
+        "backend, versions, BLAS, memory and speed of this machine", _doctor_help, _main_of("mlxft.doctor")
+    ),
 }

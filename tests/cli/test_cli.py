@@ -46,7 +46,8 @@ def test_help_and_recipes_answer_in_under_a_second(arguments):
 def test_help_and_recipes_import_nothing_heavy():
     program = (
         "import sys; from mlxft.cli import main; "
-        "main(['--help']); main(['recipes']); main(['train', '--help']); main(['preview', '--help']); "
+        "[main([command, '--help']) for command in ('train', 'eval', 'generate', 'preview', 'plan')]; "
+        "main(['--help']); main(['recipes']); "
         "heavy = {'mlx.core', 'transformers', 'datasets', 'hydra', 'numpy', 'rich'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
@@ -75,8 +76,8 @@ def test_an_unknown_recipe_ends_with_2_and_the_list():
     assert "'made_upp' does not exist; did you mean made_up?" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "preview"])
-def test_a_typo_ends_every_command_with_2(command, capsys):
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "preview", "plan"])
+def test_a_typo_ends_every_command_that_takes_keys_with_2(command, capsys):
     assert cli.main([command, "modl.path=x"]) == 2
     assert "did you mean model.path?" in capsys.readouterr().err
 

@@ -132,4 +132,4 @@ def test_a_group_is_not_a_key_and_its_keys_are_listed():
      ("promt", "prompt"), ("temprature", "temperature"), ("batchsize", "data.batch_size")],
 )  # fmt: skip
 def test_a_mistyped_group_is_taken_for_the_nearest(wrong, meant):
-    assert f"{meant}" in unknown_key(wrong, KEYS).removesuffix("?").split()
+    assert meant in unknown_key(wrong, KEYS).removesuffix("?").split()
