@@ -1,6 +1,6 @@
 """Predicted peaks and times against those of real steps, each in a process of its own.
 
-    python benchmarks/plan_accuracy.py [--model FOLDER] [--cases 1x512,4x512,1x2048] [--steps 2]
+    python benchmarks/plan_accuracy.py --model FOLDER [--cases 1x512,4x512,1x2048] [--steps 2]
     python benchmarks/plan_accuracy.py --tiny
 
 Rows of random tokens, all trained on; one line a case: rows x positions, adapter, backward, what `mlxft
@@ -11,7 +11,6 @@ not to fit this machine are left out.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ TINY_ADAPTER = ["adapter.rank=4", "adapter.targets=[q_proj,v_proj,down_proj]"]
 
 def run(command: str, overrides: list[str]) -> subprocess.CompletedProcess:
     words = [sys.executable, "-m", "mlxft", command, *overrides]
-    return subprocess.run(words, capture_output=True, text=True, env=os.environ)
+    return subprocess.run(words, capture_output=True, text=True)
 
 
 def write_rows(path: Path, rows: int, length: int, vocabulary: int) -> None:
@@ -63,8 +62,7 @@ def measure(model: Path, case: tuple[int, int], how: list[str], steps: int, fold
         raise SystemExit(planned.stderr)
     plan = json.loads(planned.stdout)
     kind, layers = plan["taken"]["kind"], plan["taken"]["segment_layers"]
-    names = (kind, layers)
-    said = next(each for each in plan["plans"] if (each["kind"], each["segment_layers"]) == names)
+    said = next(each for each in plan["plans"] if (each["kind"], each["segment_layers"]) == (kind, layers))
     adapter = "full" if "adapter=full" in how else "lora"
     line = f"{rows} x {length:<6} {adapter:<5} {kind + f' {layers}' * (kind == 'segmented'):<12}"
     if not plan["taken_fits"]:
@@ -105,8 +103,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a folder with a model")
-    parser.add_argument("--tiny", action="store_true", help="the tiny model instead")
+    models = parser.add_mutually_exclusive_group(required=True)
+    models.add_argument("--model", type=Path, help="a folder with a model")
+    models.add_argument("--tiny", action="store_true", help="the tiny model instead")
     parser.add_argument("--cases", default=None, help="rows x positions, several with commas")
     parser.add_argument("--steps", type=int, default=2, help="optimiser steps of each case")
     options = parser.parse_args()
