@@ -1,8 +1,9 @@
 """Which layers are alike: one compiled program serves them all, with their arrays as inputs.
 
 Layers are of one kind if nothing but their arrays differs: classes, shapes, types, and all Python state
-that tracing would read (scales, windows, flags). Arrays that are no parameters, such as a rotary
-embedding's frequencies, stay constants of the program and have to be equal too.
+that tracing would read (scales, windows, flags; a layer's number only where its code reads that). Arrays
+that are no parameters, such as a rotary embedding's frequencies, stay constants of the program and have to
+be equal too.
 """
 
 from collections.abc import Hashable, Iterator
@@ -16,11 +17,15 @@ from mlxft.models.lora_linear import LoRALinear
 
 # Of a LoRALinear: which decoder block it is in, an input of the program, and the layers beside it.
 _PLACE = {"block", "sharing"}
+# What mlx-lm's layers keep their own number under; most read it while they are made and never again.
+_NUMBER = "layer_idx"
 
 
 def kind_of(layer: nn.Module) -> Hashable:
     """Returns what two layers have equal if, and only if, one program serves both."""
-    return tuple((path, _state(module)) for path, module in _modules(layer))
+    modules = list(_modules(layer))
+    ignored = set() if any(_reads(type(module), _NUMBER) for _, module in modules) else {_NUMBER}
+    return tuple((path, _state(module, ignored)) for path, module in modules)
 
 
 def parameters_of(layer: nn.Module) -> list[tuple[str, nn.Module, str]]:
@@ -37,10 +42,16 @@ def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return iter(sorted(layer.named_modules(), key=lambda item: item[0]))
 
 
-def _state(module: nn.Module) -> Hashable:
+def _reads(kind: type, name: str) -> bool:
+    """Tells whether the class's code, but for the making of its objects, has a name in it."""
+    methods = [value for base in kind.__mro__ for key, value in vars(base).items() if key != "__init__"]
+    return any(name in method.__code__.co_names for method in methods if hasattr(method, "__code__"))
+
+
+def _state(module: nn.Module, ignored: set[str]) -> Hashable:
     own = {name: value for name, value in module.items() if not isinstance(value, nn.Module)}
     own |= vars(module)
-    left_out = _PLACE if isinstance(module, LoRALinear) else set()
+    left_out = ignored | (_PLACE if isinstance(module, LoRALinear) else set())
     values = [(name, _value(name, own[name])) for name in sorted(own) if name not in left_out]
     return type(module), tuple(values)
 

@@ -133,10 +133,22 @@ def test_a_program_sees_new_weights_and_keys(folders):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_layers_of_one_window_are_alike_and_those_of_another_are_not(family, folders):
+    made = trained_view(folders(family))
+    assert made.windows() == [8, None, 8, None]
+    assert [kind_of(layer) == kind_of(made.layers[0]) for layer in made.layers] == [True, False, True, False]
+
+
+def test_a_layers_number_counts_only_where_its_code_reads_it(folders):
+    """Gemma 3's attention has it too, and Gemma 4's names it in a message."""
+    for family, alike in (("gemma3", True), ("gemma4", False)):
+        first, _, third, *_ = trained_view(folders(family)).layers
+        assert (first.self_attn.layer_idx, third.self_attn.layer_idx) == (0, 2)
+        assert (kind_of(first) == kind_of(third)) == alike
+
+
 def test_layers_are_alike_only_if_all_that_tracing_reads_is_equal(folders):
-    made = trained_view(folders("mistral"))
-    kinds, windows = [kind_of(layer) for layer in made.layers], made.windows()
-    assert [kind == kinds[0] for kind in kinds] == [window == windows[0] for window in windows]
     plain = trained_view(folders("llama"))
     assert kind_of(plain.layers[0]) == kind_of(plain.layers[1])
     plain.layers[1].mlp.up_proj.scale = 7.0
