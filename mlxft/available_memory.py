@@ -17,7 +17,10 @@ _SHARE = 0.9  # of what is free: Python, the tokenizer and other programs breath
 
 
 def available_bytes() -> int:
-    """Returns how much memory this process may still take: the system's or its container's, if less."""
+    """Returns how much memory this process may still take: the system's or its container's, if less.
+
+    All that the machine has where the system does not tell what is free (macOS).
+    """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -94,15 +94,6 @@ class TokenRow:
 TypedRow = ChatRow | CompletionRow | TextRow | TokenRow
 
 
-def find_format(row: Row, wanted: str = "auto") -> str:
-    """Returns the format of a set from its first row, one of config.choices.FORMATS but auto.
-
-    Raises:
-        InputError: `wanted` is not a format, or it is auto and the row has no format's keys.
-    """
-    return find_form(row, wanted).format
-
-
 def find_form(row: Row, wanted: str = "auto", kind: str | None = None) -> Form:
     """Returns the form of a set from its first row.
 
@@ -110,7 +101,7 @@ def find_form(row: Row, wanted: str = "auto", kind: str | None = None) -> Form:
     taken for one of that kind, so that `check_keys` names those that are missing.
 
     Raises:
-        InputError: as `find_format`.
+        InputError: `wanted` is not a format, or it is auto and the row has no format's keys.
     """
     if wanted not in FORMATS:
         raise InputError(f"data.format={wanted}: must be {', '.join(FORMATS)}.")

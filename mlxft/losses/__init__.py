@@ -1,7 +1,7 @@
 """Losses as pure functions on arrays: terms per token or per pair, unreduced."""
 
 from mlxft.losses.cpo import cpo_loss, cpo_metrics
-from mlxft.losses.dpo import DPO_VARIANTS, check_variant, dpo_loss, dpo_metrics
+from mlxft.losses.dpo import DPO_VARIANTS, dpo_loss, dpo_metrics
 from mlxft.losses.kto import kto_kl, kto_loss, kto_metrics
 from mlxft.losses.linear_cross_entropy import (
     Head,
@@ -18,7 +18,6 @@ from mlxft.losses.simpo import simpo_loss
 __all__ = [
     "DPO_VARIANTS",
     "Head",
-    "check_variant",
     "cpo_loss",
     "cpo_metrics",
     "dpo_loss",
@@ -28,12 +27,12 @@ __all__ = [
     "kto_metrics",
     "linear_cross_entropy",
     "linear_logps",
-    "stepped_cross_entropy",
-    "stepped_gradients",
     "log_odds_ratio",
     "orpo_loss",
     "orpo_metrics",
     "row_sums",
     "sft_loss",
     "simpo_loss",
+    "stepped_cross_entropy",
+    "stepped_gradients",
 ]

@@ -37,7 +37,7 @@ def dpo_loss(
     Raises: ValueError for an unknown variant, and for a label_smoothing that the variant has no use for.
     Source: of each variant, at its function below. Equal to TRL 1.16's, which calls norm sigmoid_norm.
     """
-    check_variant(variant, label_smoothing)
+    _check_variant(variant, label_smoothing)
     chosen = chosen_logps.astype(mx.float32) - ref_chosen_logps.astype(mx.float32)
     rejected = rejected_logps.astype(mx.float32) - ref_rejected_logps.astype(mx.float32)
     if variant in _PER_TOKEN:
@@ -45,7 +45,7 @@ def dpo_loss(
     return DPO_VARIANTS[variant](chosen, rejected, beta, label_smoothing)
 
 
-def check_variant(variant: str, label_smoothing: float) -> None:
+def _check_variant(variant: str, label_smoothing: float) -> None:
     """Raises ValueError, naming what would do, where `dpo_loss` could not compute what is asked for."""
     if variant not in DPO_VARIANTS:
         raise ValueError(f"no DPO variant is called {variant!r}; there are {', '.join(DPO_VARIANTS)}")

@@ -31,8 +31,9 @@ def resolve(path: str, revision: Optional[str] = None, key: str = "model.path") 
     Raises: InputError saying what is wrong with the folder, or everything that was tried.
     """
     folder = Path(path).expanduser()
-    if _exists(folder, key) or not _HUB_ID.fullmatch(path):
-        if revision is not None and _exists(folder, key):
+    is_there = _exists(folder, key)
+    if is_there or not is_hub_id(path):
+        if revision is not None and is_there:
             log.warning("model.revision=%s has no meaning for a local folder: %s", revision, folder)
         return checked_folder(folder, key)
     package = None if revision else packaged.package_of(path)

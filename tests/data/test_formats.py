@@ -10,7 +10,6 @@ from mlxft.data.formats import (
     check_columns,
     check_kind,
     find_form,
-    find_format,
     type_row,
 )
 from mlxft.data.sources import Row
@@ -41,18 +40,18 @@ def row(**values):
     ],
 )
 def test_the_format_is_found_by_the_keys(values, name):
-    assert find_format(row(**values)) == name
+    assert find_form(row(**values)).format == name
 
 
 def test_a_named_format_is_taken_as_it_is():
-    assert find_format(row(text="a", messages=[USER, ANSWER]), "text") == "text"
+    assert find_form(row(text="a", messages=[USER, ANSWER]), "text").format == "text"
 
 
 def test_keys_of_no_format_are_listed():
     with pytest.raises(
         InputError, match=r"^rows\.jsonl:4: no format fits.*'instruction', 'output'.*data\.columns"
     ):
-        find_format(row(instruction="a", output="b"))
+        find_form(row(instruction="a", output="b"))
 
 
 def test_tokens_become_what_their_keys_say():
@@ -128,7 +127,7 @@ def test_an_unknown_format_is_an_error():
         InputError,
         match=r"^data\.format=chat: must be auto, messages, completion, text, preference, unpaired, tokens",
     ):
-        find_format(row(text="a"), "chat")
+        find_form(row(text="a"), "chat")
 
 
 def test_columns_can_only_be_mapped_to_names_that_are_read():
