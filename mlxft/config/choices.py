@@ -4,7 +4,11 @@ OBJECTIVES = ("sft", "dpo", "orpo", "cpo", "simpo", "kto")
 LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 GRADIENTS = ("auto", "whole", "checkpoint", "segmented")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("auto", "messages", "completion", "text", "preference", "unpaired", "tokens")
+FORMATS = (
+    "auto", "messages", "completion", "text", "preference", "unpaired", "tokens", "alpaca", "sharegpt"
+)  # fmt: skip
+SET_KEYS = ("path", "weight", "split", "revision", "subset", "columns")  # of a set of rows
+BAD_ROWS = ("refuse", "skip")
 SPLITS = ("train", "valid")
 TRUNCATIONS = ("prompt_left", "right", "drop", "error")
 TRAIN_ON = ("assistant", "last_assistant", "all")

@@ -19,6 +19,7 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
     yield from _steps(settings)
     yield from _rows(settings, given)
+    yield from _sources(settings, given)
     yield from _objective(settings, given)
     yield from _segments(settings, given)
     yield from _loss(settings, given)
@@ -45,6 +46,47 @@ def _rows(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "data.train_on", "rows of tokens say by their mask what is trained on; leave it out"
     elif settings["data.format"] == "text" and settings["data.train_on"] != "all":
         yield "data.train_on", "plain text has no turns and all of it is trained on; leave it out"
+
+
+def _sources(settings: Mapping[str, Any], given: set[str]) -> Found:
+    """Keys of hub data sets without one, and weights that mix nothing or cannot be kept to."""
+    sources = [*_paths(settings["data.train"]), *_paths(settings["data.valid"])]
+    on_hub = any(_may_be_on_hub(path) for path in sources)
+    for name in sorted({"data.revision", "data.subset"} & given):
+        if not on_hub:
+            yield name, "it is of data sets on the hub, and none is named; leave it out"
+    folders = [path for path in _paths(settings["data.train"]) if Path(path).expanduser().is_dir()]
+    if "data.split" in given and not on_hub and not folders:
+        yield "data.split", "it is of data sets on the hub and of folders, and none is named; leave it out"
+    if _has_weights(settings["data.valid"]):
+        yield "data.valid", "every row is validated with once, whatever its set; leave weight out"
+    if not _has_weights(settings["data.train"]):
+        return
+    if not isinstance(settings["data.train"], list) or len(settings["data.train"]) < 2:
+        yield "data.train", "a weight mixes sets, and this is one; leave weight out, or name more"
+    elif not settings["data.shuffle"]:
+        yield "data.shuffle", "sets with weights are mixed by drawing their rows; leave it out, or the weights"
+    elif settings["data.batch_tokens"] is not None:
+        yield "data.batch_tokens", "rows are put together once for all epochs, so weights cannot be kept to"
+
+
+def _has_weights(value: Any) -> bool:
+    entries = value if isinstance(value, list) else [value]
+    return any(isinstance(entry, Mapping) and "weight" in entry for entry in entries)
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """Yields the names in a value of data.train."""
+    for entry in value if isinstance(value, list) else [value]:
+        named = entry["path"] if isinstance(entry, Mapping) else entry
+        yield from named if isinstance(named, list) else [named] if isinstance(named, str) else []
+
+
+def _may_be_on_hub(path: str) -> bool:
+    """Tells whether a name that leads nowhere here is written as a data set on the hub is."""
+    from mlxft.data.sources import is_hub_id
+
+    return not Path(path).expanduser().exists() and is_hub_id(path)
 
 
 def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
@@ -132,10 +174,8 @@ def _saving(settings: Mapping[str, Any]) -> Found:
 def absent_files(settings: Mapping[str, Any]) -> Found:
     """Yields (key, what is wrong) for paths that plainly name a file or folder and lead nowhere."""
     for name in ("data.train", "data.valid"):
-        value = settings.get(name)
-        for file in value if isinstance(value, list) else [value]:
-            if isinstance(file, str):
-                yield from ((name, text) for text in _absent_data(file))
+        for file in _paths(settings.get(name)):
+            yield from ((name, text) for text in _absent_data(file))
     for name in ("model.path", "adapter.init_from", "loss.reference", "trainer.resume"):
         value = settings.get(name)
         if isinstance(value, str) and value.startswith(("/", "./", "../")) and not Path(value).exists():
@@ -148,5 +188,5 @@ def _absent_data(file: str) -> Iterator[str]:
         if not bundled_data(bundled).is_file():
             there = sorted(path.name for path in (folder("recipes") / "data").glob("*.json*"))
             yield f"no data called {bundled} comes with mlxft; there is {', '.join(there) or 'none'}"
-    elif not Path(file).exists():
+    elif not Path(file).expanduser().exists() and not _may_be_on_hub(file):
         yield f"there is no file {file}; paths are taken from {Path.cwd()}"

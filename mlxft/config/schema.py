@@ -23,9 +23,13 @@ class ModelConfig:
 class DataConfig:
     """The group `data`: the rows, and what becomes of them before training."""
 
-    train: Any = None  # a file, several files, or "bundled:NAME"
+    train: Any = None  # a file, a folder, a hub id, "bundled:NAME", or a list; {path: ..., weight: ...}
     valid: Any = None  # the same, never trained on
-    format: str = "auto"  # auto | messages | completion | text | preference | unpaired | tokens
+    split: Optional[str] = None  # of a hub data set or a folder, for data.train; None: train
+    revision: Optional[str] = None  # of a hub data set: branch, tag or commit
+    subset: Optional[str] = None  # of a hub data set: its configuration's name
+    format: str = "auto"  # auto | messages | completion | text | ... | alpaca | sharegpt
+    on_bad_row: str = "refuse"  # refuse: the first faulty row ends the command | skip: it is counted
     max_length: int = 2048  # tokens of a row
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
     batch_size: int = 4  # rows of a micro-batch

@@ -194,22 +194,56 @@ def _path(value: Any) -> str:
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
-def _files(value: Any) -> str | list[str]:
+def _rows(value: Any) -> Any:
+    """Settles data.train and data.valid: a name, {path: NAME, ...}, or a list of these."""
     if isinstance(value, Mapping):
-        raise ValueError("it is a file or a list of files, not a dictionary")
+        return _row_set(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_path(item) for item in value]
+        return [_row_set(item) if isinstance(item, Mapping) else _path(item) for item in value]
     return _path(value)
 
+
+def _row_set(value: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in value if name not in choices.SET_KEYS]
+    if unknown or value.get("path") in (None, "", []):
+        what = f"it has no {unknown[0]!r}" if unknown else "it needs a path"
+        raise ValueError(f"a set of rows is {{path: NAME}} with any of {_listed_keys()}; {what}")
+    settled: dict[str, Any] = {}
+    for name, item in value.items():
+        try:
+            settled[name] = _SET_RULES[name](item)
+        except ValueError as error:
+            raise ValueError(f"{name} of {value['path']}: {error}") from None
+    return settled
+
+
+def _listed_keys() -> str:
+    return ", ".join(choices.SET_KEYS[1:])
+
+
+def _paths(value: Any) -> str | list[str]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return [_path(item) for item in value] if is_list else _path(value)
+
+
+_SET_RULES: dict[str, Rule] = {
+    "path": _paths,
+    "weight": lambda value: Range(0, 1e6, open_low=True)(_number(value)),
+    "split": _text,
+    "revision": _text,
+    "subset": _text,
+    "columns": lambda value: _convert(dict[str, str], value),
+}
 
 _COUNT = "a whole number, at least 1"
 
 RULES: dict[str, Rule] = {
     "model.path": _path,
     "model.dtype": one_of(choices.DTYPES),
-    "data.train": _files,
-    "data.valid": _files,
+    "data.train": _rows,
+    "data.valid": _rows,
     "data.format": one_of(choices.FORMATS),
+    "data.on_bad_row": one_of(choices.BAD_ROWS),
     "data.max_length": Range(2),
     "data.batch_tokens": Range(1),
     "data.truncate": one_of(choices.TRUNCATIONS),

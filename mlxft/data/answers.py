@@ -13,9 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxft.data.formats import ChatRow
-from mlxft.data.template import FIRST_MARK, ChatTemplate, Refused, Rendered, shared_prefix, shared_suffix
+from mlxft.data.template import (
+    FIRST_MARK,
+    ChatTemplate,
+    Refused,
+    Rendered,
+    has_marks,
+    shared_prefix,
+    shared_suffix,
+)
 
 _GENERATION_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+_PLAIN = {"role", "content"}
 
 Span = tuple[int, int]  # first and last token
 
@@ -43,7 +53,35 @@ def find_answers(
     marked = _marked_spans(template, row, rendered)
     if marked:
         return {turn: marked[turn] for turn in turns}
-    return {turn: _find_span(template, row, rendered, turn) for turn in turns}
+    plain = plain_words(template, row, rendered.text)
+    return {
+        turn: _find_span(template, row, rendered, turn, plain[turn] if plain else None) for turn in turns
+    }
+
+
+def plain_words(template: ChatTemplate, row: ChatRow, text: str) -> list[Words] | None:
+    """Returns what each message put into the text, without rendering it again; None where that needs more.
+
+    Where the text is what the template writes around the turns of any conversation of these roles, with
+    this one's contents in between, each content as it stands or stripped, those are the words.
+    """
+    if row.tools or any(message.keys() != _PLAIN for message in row.messages):
+        return None
+    pieces = template.pieces(tuple(message["role"] for message in row.messages))
+    if pieces is None or not text.startswith(pieces[0]) or has_marks(text):
+        return None
+    words, end = [], len(pieces[0])
+    for message, piece in zip(row.messages, pieces[1:], strict=True):
+        start = end
+        for content in (message["content"], message["content"].strip()):
+            end = start + len(content)
+            if content and text.startswith(content, start) and text.startswith(piece, end):
+                break
+        else:
+            return None
+        words.append(Words(start, end, True))
+        end += len(piece)
+    return words if end == len(text) else None
 
 
 def _marked_spans(template: ChatTemplate, row: ChatRow, rendered: Rendered) -> dict[int, Span]:
@@ -85,8 +123,10 @@ def _close_run(template: ChatTemplate, rendered: Rendered, first: int, last: int
     return place if place < len(tokens) and tokens[place] in template.end_ids else last
 
 
-def _find_span(template: ChatTemplate, row: ChatRow, rendered: Rendered, turn: int) -> Span | None:
-    words = _find_words(template, row, rendered.text, turn)
+def _find_span(
+    template: ChatTemplate, row: ChatRow, rendered: Rendered, turn: int, words: Words | None
+) -> Span | None:
+    words = words or _find_words(template, row, rendered.text, turn)
     if words is None:
         return None
     bound = len(rendered.tokens)
@@ -140,18 +180,20 @@ def _renamed(call: dict, name: str) -> dict:
 
 def _find_last(template: ChatTemplate, rendered: Rendered, words: Words, bound: int) -> int | None:
     """Returns the token that closes the answer, or its last token if the template closes none."""
-    tokens = rendered.tokens.tolist()
     after = rendered.token_after(words.end)
     if words.whole and after <= bound:
+        tokens = rendered.tokens
         for place in range(after, bound):
-            if tokens[place] in template.end_ids:
-                while place + 1 < len(tokens) and tokens[place + 1] in template.stop_ids:
+            token = int(tokens[place])
+            if token in template.end_ids:
+                while place + 1 < len(tokens) and int(tokens[place + 1]) in template.stop_ids:
                     place += 1  # a mark of the template's own, then the token that stops generation
                 return place
-            if tokens[place] in template.special_ids:
+            if token in template.special_ids:
                 break  # the next turn has begun
         return after - 1
     # Where the words are says nothing about the calls after them: take the last end before the bound.
+    tokens = rendered.tokens.tolist()
     begin = rendered.token_after(words.start)
     return max((place for place in range(begin, bound) if tokens[place] in template.end_ids), default=None)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from mlxft.config.schema import DataConfig
 from mlxft.data.example import Example, Pair, Unpaired
+from mlxft.data.rows import sizes_of
 from mlxft.errors import InputError
 
 _ORDER_STREAM = 1  # keeps this generator apart from others made of the same seed
@@ -117,7 +118,7 @@ def order_of(
     Raises:
         InputError: as the orders do.
     """
-    lengths = [row.num_tokens for row in rows]
+    lengths = sizes_of(rows, "num_tokens")
     if cfg.batch_tokens is not None:
         return PackedOrder(lengths, cfg.batch_tokens, cfg.shuffle, seed)
     return BatchOrder(lengths, cfg.batch_size, cfg.shuffle, seed)
@@ -135,7 +136,7 @@ def packed_sizes(
     used = np.array([positions[batch].sum() for batch in batches])
     forwarded = -(-used // multiple) * multiple
     padding = 100 * (1 - used.sum() / forwarded.sum())
-    supervised = sum(row.num_supervised for row in rows)
+    supervised = int(sizes_of(rows, "num_supervised").sum())
     return (
         f"on average a batch holds {len(rows) / len(batches):,.1f} rows with "
         f"{supervised / len(batches):,.0f} tokens trained on, in {forwarded.mean():,.0f} positions, "

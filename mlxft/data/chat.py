@@ -4,6 +4,7 @@ The whole conversation is rendered and tokenised once, as the tokenizer itself d
 are the assistant's turns with the token that ends each, and nothing that the template wrote.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,29 @@ class ChatEncoder:
         Raises:
             InputError: the template refuses the row, leaves out an answer, or hides where it lies.
         """
+        [encoded] = self.encode_all([row], train_on)
+        if isinstance(encoded, InputError):
+            raise encoded
+        return encoded
+
+    def encode_all(self, rows: Sequence[ChatRow], train_on: str) -> list[ChatTokens | InputError]:
+        """Returns what `encode` does for each row, or the error it would raise."""
+        texts = [_outcome(self._render, row) for row in rows]
+        rendered = iter(self._template.tokenise_all([text for text in texts if isinstance(text, str)]))
+        return [
+            _outcome(self._mask, row, next(rendered), train_on) if isinstance(text, str) else text
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def _render(self, row: ChatRow) -> str:
         try:
-            rendered = self._template.tokenise(self._template.render(row.messages, row.tools))
+            return self._template.render(row.messages, row.tools)
         except Refused as reason:
             raise InputError(
                 f"{row.where}: the model's chat template does not take this row: {reason}"
             ) from None
+
+    def _mask(self, row: ChatRow, rendered: Rendered, train_on: str) -> ChatTokens:
         mask = np.zeros(len(rendered.tokens), dtype=bool)
         if train_on == "all":
             return ChatTokens(rendered.tokens, ~mask)
@@ -72,7 +90,8 @@ class ChatEncoder:
         return ChatTokens(rendered.tokens, mask, num_unended)
 
     def _ends(self, rendered: Rendered, place: int) -> bool:
-        return int(rendered.tokens[place]) in self._template.end_ids | self._template.special_ids
+        token = int(rendered.tokens[place])
+        return token in self._template.end_ids or token in self._template.special_ids
 
     def _check_said(self, row: ChatRow, turn: int, rendered: Rendered, first: int, last: int) -> None:
         """Refuses an answer of which nothing, or not its tool calls, is among the tokens first to last."""
@@ -81,8 +100,11 @@ class ChatEncoder:
                 f"{row.where}: the model's chat template writes nothing of messages[{turn}], so there is "
                 "nothing to train on. A turn of tool calls needs a model whose template knows tools."
             )
+        calls = row.messages[turn].get("tool_calls")
+        if not calls:
+            return
         said = rendered.text_of(first, last)
-        for call in row.messages[turn].get("tool_calls") or []:
+        for call in calls:
             function = call.get("function")
             name = function.get("name") if isinstance(function, dict) else call.get("name")
             if isinstance(name, str) and name not in said:
@@ -90,3 +112,11 @@ class ChatEncoder:
                     f"{row.where}: the model's chat template leaves out the call of {name!r} in "
                     f"messages[{turn}]. Use a model whose template knows tools, or take the call out."
                 )
+
+
+def _outcome(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what `make` makes, or the InputError it raises: one row's fault must not hide another's."""
+    try:
+        return make(*arguments)
+    except InputError as error:
+        return error

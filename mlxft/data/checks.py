@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from mlxft.data.sources import Row, kind_of
+from mlxft.data.json_row import kind_of
+from mlxft.data.sources import Row
 from mlxft.errors import InputError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -89,7 +90,7 @@ def checked_tokens(tokens: Any, key: str, where: str, vocab_size: int) -> list[i
 
 def shown(value: Any) -> str:
     """Returns a value as it may stand in a message: its JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else text[:37] + "..."
 
 

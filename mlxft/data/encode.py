@@ -1,13 +1,16 @@
-"""Turns a row of any format into tokens with a mask; the encoders are made when the first row asks."""
+"""Turns rows of any format into tokens with masks; the encoders are made when the first row asks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mlxft.data.chat import ChatEncoder
-from mlxft.data.formats import ChatRow, CompletionRow, TextRow, TokenRow, TypedRow
+from mlxft.data.formats import ChatRow, TokenRow, TypedRow
 from mlxft.data.plain_text import TextEncoder
 from mlxft.errors import InputError
+
+Encoded = tuple[np.ndarray, np.ndarray]  # tokens (T,) int32, mask (T,) bool
 
 
 class RowEncoder:
@@ -24,34 +27,53 @@ class RowEncoder:
         self._text: TextEncoder | None = None
         self.num_unended = 0
 
-    def encode(self, row: TypedRow) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens (T,) int32, mask (T,) bool).
+    def encode_all(self, rows: Sequence[TypedRow]) -> list[Encoded | InputError]:
+        """Returns tokens and mask of each row, or why a row cannot be encoded.
 
         Raises:
-            InputError: there is no tokenizer, it is another model's, or it cannot encode the row.
+            InputError: there is no tokenizer, or it is not one for such rows.
         """
-        if isinstance(row, TokenRow):  # ids and mask are what the file says, whatever train_on
-            return np.array(row.tokens, dtype=np.int32), np.array(row.mask, dtype=bool)
-        if self._tokenizer is None:
+        chats = [row for row in rows if isinstance(row, ChatRow)]
+        texts = [row for row in rows if not isinstance(row, (ChatRow, TokenRow))]
+        if (chats or texts) and self._tokenizer is None:
             raise InputError(
-                f"{row.where}: text needs a tokenizer; only rows of tokens (data.format=tokens) do without."
+                f"{(chats or texts)[0].where}: text needs a tokenizer; only rows of tokens "
+                "(data.format=tokens) do without."
             )
-        tokens, mask = self._encode_words(row)
-        highest = int(tokens.max())
-        if highest >= self._vocab_size:
-            raise InputError(
-                f"{row.where}: the tokenizer gives token {highest}, and the model's vocabulary ends at "
-                f"{self._vocab_size - 1}. This tokenizer is not the model's."
-            )
-        return tokens, mask
+        encoded_chats, encoded_texts = iter(self._encode_chats(chats)), iter(self._encode_texts(texts))
+        results: list[Encoded | InputError] = []
+        for row in rows:
+            if isinstance(row, TokenRow):  # ids and mask are what the file says, whatever train_on
+                results.append((np.array(row.tokens, dtype=np.int32), np.array(row.mask, dtype=bool)))
+            else:
+                encoded = next(encoded_chats if isinstance(row, ChatRow) else encoded_texts)
+                results.append(encoded if isinstance(encoded, InputError) else self._checked(encoded, row))
+        return results
 
-    def _encode_words(self, row: ChatRow | CompletionRow | TextRow) -> tuple[np.ndarray, np.ndarray]:
-        if isinstance(row, ChatRow):
-            self._chat = self._chat or ChatEncoder(self._tokenizer)
-            chat = self._chat.encode(row, self._train_on)
-            self.num_unended += chat.num_unended
-            return chat.tokens, chat.mask
+    def _encode_chats(self, rows: list[ChatRow]) -> list[Encoded | InputError]:
+        if not rows:
+            return []
+        self._chat = self._chat or ChatEncoder(self._tokenizer)
+        results: list[Encoded | InputError] = []
+        for chat in self._chat.encode_all(rows, self._train_on):
+            if isinstance(chat, InputError):
+                results.append(chat)
+            else:
+                self.num_unended += chat.num_unended
+                results.append((chat.tokens, chat.mask))
+        return results
+
+    def _encode_texts(self, rows: list) -> list[Encoded]:
+        if not rows:
+            return []
         self._text = self._text or TextEncoder(self._tokenizer)
-        if isinstance(row, CompletionRow):
-            return self._text.encode_completion(row, self._train_on)
-        return self._text.encode_text(row)
+        return self._text.encode_all(rows, self._train_on)
+
+    def _checked(self, encoded: Encoded, row: TypedRow) -> Encoded | InputError:
+        highest = int(encoded[0].max(initial=0))
+        if highest < self._vocab_size:
+            return encoded
+        return InputError(
+            f"{row.where}: the tokenizer gives token {highest}, and the model's vocabulary ends at "
+            f"{self._vocab_size - 1}. This tokenizer is not the model's."
+        )

@@ -13,7 +13,9 @@ from mlxft.data.checks import (
     listed,
     shown,
 )
-from mlxft.data.sources import Row, kind_of
+from mlxft.data.conventions import alpaca_messages, sharegpt_messages, sharegpt_tools
+from mlxft.data.json_row import kind_of
+from mlxft.data.sources import Row
 from mlxft.errors import InputError
 
 
@@ -38,6 +40,8 @@ FORMS = (
     Form("messages", "examples", ("messages",), ("tools",)),
     Form("unpaired", "unpaired", ("prompt", "completion", "label"), ("system", "tools")),
     Form("completion", "examples", ("prompt", "completion"), ("tools",)),
+    Form("alpaca", "examples", ("instruction", "output"), ("input", "system", "history")),
+    Form("sharegpt", "examples", ("conversations",), ("system", "tools")),
     Form("text", "examples", ("text",)),
     Form("tokens", "examples", ("input_ids",), ("completion_mask",)),
     Form("tokens", "pairs", ("prompt_ids", "chosen_ids", "rejected_ids")),
@@ -49,7 +53,8 @@ KNOWN_KEYS = tuple(dict.fromkeys(key for form in FORMS for key in form.required 
 OBJECTIVES = {"examples": ("sft",), "pairs": ("dpo", "orpo", "cpo", "simpo"), "unpaired": ("kto",)}
 _IS = {"examples": "a text to learn", "pairs": "a pair of answers", "unpaired": "an answer with a label"}
 _NEEDS = {
-    "examples": "'messages', 'prompt' and 'completion', or 'text'",
+    "examples": "'messages', 'prompt' and 'completion', 'instruction' and 'output', 'conversations', or "
+    "'text'",
     "pairs": "'prompt', 'chosen' and 'rejected'",
     "unpaired": "'prompt', 'completion' and 'label' (true or false)",
 }
@@ -186,7 +191,7 @@ def check_keys(row: Row, form: Form) -> None:
 
 
 def type_row(row: Row, format: str, vocab_size: int) -> TypedRow:
-    """Returns a row to learn as its format's type: messages, completion, text or tokens.
+    """Returns a row to learn as its format's type.
 
     Raises:
         InputError: file, line, what is wrong with the row, and what it should be.
@@ -195,6 +200,10 @@ def type_row(row: Row, format: str, vocab_size: int) -> TypedRow:
     if format == "messages":
         messages = checked_answer(row.values["messages"], "messages", row.where)
         return ChatRow(messages, checked_tools(row), 0, row.where)
+    if format == "alpaca":
+        return ChatRow(alpaca_messages(row), None, 0, row.where)
+    if format == "sharegpt":
+        return ChatRow(sharegpt_messages(row), sharegpt_tools(row), 0, row.where)
     if format == "completion":
         return _completion_row(row)
     if format == "text":

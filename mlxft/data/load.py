@@ -1,108 +1,94 @@
-"""From a data file to rows for training: reads, checks, encodes and fits every row, and reports on them."""
+"""From what `data.train` names to rows for training: read, checked, encoded and fitted, with a report."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlxft.config.choices import TRAIN_ON
 from mlxft.config.schema import DataConfig
-from mlxft.data.encode import RowEncoder
+from mlxft.data.chunks import ChunkEncoder, RawRow, Tally, Task
 from mlxft.data.example import Example, Pair, Unpaired
-from mlxft.data.formats import (
-    OBJECTIVES,
-    Form,
-    check_columns,
-    check_kind,
-    check_same,
-    find_form,
-    type_row,
-)
-from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
-from mlxft.data.preferences import type_pair, type_unpaired
-from mlxft.data.report import DataReport, source_name
-from mlxft.data.sources import Row, read_rows
-from mlxft.data.truncate import Limit, fit
+from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form
+from mlxft.data.report import DataReport
+from mlxft.data.rows import Block, Place, TokenRows
+from mlxft.data.sources import Part, Row, RowSet, check_columns_exist, no_rows, row_of, sets_of
+from mlxft.data.truncate import Limit
 from mlxft.errors import InputError
+
+_CHUNK_ROWS = 256
 
 
 def load_for(
-    objective: str, source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
-) -> tuple[list[Example] | list[Pair] | list[Unpaired], DataReport]:
+    objective: str, source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int, validates: bool = False
+) -> tuple[TokenRows, DataReport]:
     """Returns the rows of a data set as `trainer.objective` trains on them, and what became of the rows.
 
-    Arguments and errors as `load_examples`.
+    validates: the source is data.valid. Other arguments and errors as `load_examples`.
     """
-    load = {"examples": load_examples, "pairs": load_pairs, "unpaired": load_unpaired}
     kind = next(kind for kind, objectives in OBJECTIVES.items() if objective in objectives)
-    return load[kind](source, cfg, tokenizer, vocab_size)
+    return _load(kind, sets_of(source, cfg, validates), cfg, tokenizer, vocab_size)
 
 
 def load_examples(
     source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
-) -> tuple[list[Example], DataReport]:
+) -> tuple[Sequence[Example], DataReport]:
     """Returns the examples of a data set in the order of its rows, and what became of the rows.
 
-    source: a file of JSON lines, several, or "bundled:NAME". tokenizer: mlx-lm's or transformers'; may be
-    None for rows of tokens. vocab_size: ids from 0 to vocab_size - 1 are valid.
+    source: as `data.train`. tokenizer: mlx-lm's or transformers'; may be None for rows of tokens. vocab_size:
+    ids from 0 to vocab_size - 1 are valid.
 
     Raises:
         InputError: a row or a key is wrong (with file and line, or the key), the rows are for another
             objective, or no row can be trained on.
     """
-    rows, form, report = _open(source, cfg, "examples")
-    limit, encoder = _limit(cfg, tokenizer), RowEncoder(tokenizer, vocab_size, cfg.train_on)
-    examples = []
-    for row in rows:
-        tokens, mask = encoder.encode(type_row(row, form.format, vocab_size))
-        fitted = fit(tokens, mask, limit, row.where)
-        if report.keeps(fitted, row.where):
-            examples.append(Example(fitted.tokens, fitted.mask, row.where))
-    return examples, _closed(report, examples, encoder, cfg)
+    return _load("examples", sets_of(source, cfg), cfg, tokenizer, vocab_size)
 
 
 def load_pairs(
     source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
-) -> tuple[list[Pair], DataReport]:
+) -> tuple[Sequence[Pair], DataReport]:
     """Returns the pairs of a preference data set in the order of its rows, and what became of the rows.
 
     Arguments and errors as `load_examples`. Trained are the answers: with `cfg.train_on` "last_assistant"
     only their last turns.
     """
-    rows, form, report = _open(source, cfg, "pairs")
-    limit, encoder = _limit(cfg, tokenizer), RowEncoder(tokenizer, vocab_size, cfg.train_on)
-    pairs = []
-    for row in rows:
-        typed = type_pair(row, form, vocab_size)
-        pair = split_pair(encoder.encode(typed.chosen), encoder.encode(typed.rejected), row.where)
-        fitted = fit_pair(pair, limit)
-        if report.keeps(fitted, row.where):
-            pairs.append(fitted.pair)
-    return pairs, _closed(report, pairs, encoder, cfg)
+    return _load("pairs", sets_of(source, cfg), cfg, tokenizer, vocab_size)
 
 
 def load_unpaired(
     source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int
-) -> tuple[list[Unpaired], DataReport]:
+) -> tuple[Sequence[Unpaired], DataReport]:
     """Returns the labelled answers of a data set in the order of its rows, and what became of the rows.
 
     Arguments and errors as `load_pairs`.
     """
-    rows, form, report = _open(source, cfg, "unpaired")
-    limit, encoder = _limit(cfg, tokenizer), RowEncoder(tokenizer, vocab_size, cfg.train_on)
-    answers = []
-    for row in rows:
-        typed = type_unpaired(row, form, vocab_size)
-        tokens, mask = encoder.encode(typed.answer)
-        fitted = fit(tokens, mask, limit, row.where)
-        if report.keeps(fitted, row.where):
-            answers.append(split_unpaired(fitted.tokens, fitted.mask, typed.label, row.where))
-    return answers, _closed(report, answers, encoder, cfg)
+    return _load("unpaired", sets_of(source, cfg), cfg, tokenizer, vocab_size)
 
 
-def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Iterator[Row], Form, DataReport]:
-    """Returns a set's rows, their form, and a report that has only begun; the keys of `cfg` are checked.
+def _load(
+    kind: str, sets: list[RowSet], cfg: DataConfig, tokenizer: Any, vocab_size: int
+) -> tuple[TokenRows, DataReport]:
+    _check_settings(kind, cfg)
+    blocks: list[Block] = []
+    tasks, tallies = [], []
+    for rows in sets:
+        parts = rows.parts()
+        task = make_task(kind, rows, parts, cfg, tokenizer, vocab_size)
+        made, tally = _made(task, parts, tokenizer)
+        blocks += made
+        tasks.append(task)
+        tallies.append(tally)
+    formats = dict.fromkeys(task.form.format for task in tasks)
+    name = sets[0].name if len(sets) == 1 else f"{sets[0].name} and {len(sets) - 1} more"
+    report = DataReport(name, " and ".join(formats), cfg.max_length, kind)
+    for task, tally in zip(tasks, tallies, strict=True):
+        report.add(task, tally)
+    rows = TokenRows(blocks)
+    report.close(rows, cfg)
+    return rows, report
 
-    Going through the rows raises InputError at one of another form.
-    """
+
+def _check_settings(kind: str, cfg: DataConfig) -> None:
     if cfg.train_on not in TRAIN_ON:
         raise InputError(f"data.train_on={cfg.train_on}: must be one of {', '.join(TRAIN_ON)}.")
     if cfg.train_on == "all" and kind != "examples":
@@ -110,25 +96,72 @@ def _open(source: Any, cfg: DataConfig, kind: str) -> tuple[Iterator[Row], Form,
             "data.train_on=all: objectives that compare answers train on answers only. Leave it out, or say "
             "assistant or last_assistant."
         )
-    check_columns(dict(cfg.columns or {}))
-    rows = read_rows(source, cfg.columns)
-    first = next(iter(rows))
-    form = find_form(first, cfg.format, kind)
+
+
+def make_task(
+    kind: str, rows: RowSet, parts: list[Part], cfg: DataConfig, tokenizer: Any, vocab_size: int
+) -> Task:
+    """Returns how a set's rows are made, their form told by the first of them.
+
+    Raises: InputError for a column that no row has, or rows of no known form or for another objective.
+    """
+    columns = dict(rows.columns)
+    check_columns(columns)
+    check_columns_exist(rows, parts)
+    skips = cfg.on_bad_row == "skip"
+    first, form = _first(parts, columns, cfg.format, kind, skips)
     check_kind(first, form, kind)
+    return Task(
+        kind,
+        form,
+        cfg.format,
+        first.where,
+        tuple(f"{part.name}{part.unit}" for part in parts),
+        columns,
+        Limit(cfg.max_length, cfg.truncate, getattr(tokenizer, "bos_token_id", None)),
+        vocab_size,
+        cfg.train_on,
+        skips,
+    )
 
-    def alike() -> Iterator[Row]:
-        for row in rows:
-            check_same(row, form, cfg.format, first.where)
-            yield row
 
-    return alike(), form, DataReport(source_name(source), form.format, cfg.max_length, kind, len(rows))
+def _first(
+    parts: list[Part], columns: dict[str, str], wanted: str, kind: str, skips: bool
+) -> tuple[Row, Form]:
+    """Returns the first row and its form; where faulty rows are skipped, of those that have a form."""
+    fault = None
+    for part in parts:
+        for number, raw in part.rows():
+            try:
+                row = row_of(raw, f"{part.name}{part.unit}{number}", columns)
+                return row, find_form(row, wanted, kind)
+            except InputError as error:
+                fault = fault or error
+                if not skips:
+                    raise
+    raise fault or InputError(no_rows(parts[0].name))
 
 
-def _limit(cfg: DataConfig, tokenizer: Any) -> Limit:
-    return Limit(cfg.max_length, cfg.truncate, getattr(tokenizer, "bos_token_id", None))
+def _made(task: Task, parts: list[Part], tokenizer: Any) -> tuple[list[Block], Tally]:
+    encode, tally, blocks = ChunkEncoder(task, tokenizer), Tally(), []
+    for chunk in chunks_of(parts):
+        block, more = encode(chunk)
+        blocks.append(replace(block, names=task.names))
+        tally.add(more)
+    return blocks, tally
 
 
-def _closed(report: DataReport, rows: list, encoder: RowEncoder, cfg: DataConfig) -> DataReport:
-    report.close(rows, cfg)
-    report.num_unended = encoder.num_unended
-    return report
+def chunks_of(parts: Sequence[Part]) -> Iterator[list[RawRow]]:
+    """Yields the rows of a set, some at a time. Raises InputError for a part that has none."""
+    chunk: list[RawRow] = []
+    for index, part in enumerate(parts):
+        number = 0
+        for number, raw in part.rows():
+            chunk.append((Place(index, number), raw))
+            if len(chunk) == _CHUNK_ROWS:
+                yield chunk
+                chunk = []
+        if not number:
+            raise InputError(no_rows(part.name))
+    if chunk:
+        yield chunk

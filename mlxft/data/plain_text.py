@@ -1,12 +1,16 @@
 """Tokens and masks for rows without a chat template: prompt and completion, and plain text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mlxft.data.formats import CompletionRow, TextRow
 from mlxft.data.template import huggingface_tokenizer, stop_token_ids
+from mlxft.data.tokenise import Tokeniser, Tokens
 from mlxft.errors import InputError
+
+Encoded = tuple[np.ndarray, np.ndarray]  # tokens (T,) int32, mask (T,) bool
 
 
 class TextEncoder:
@@ -22,45 +26,56 @@ class TextEncoder:
     def __init__(self, tokenizer: Any):
         self._inner = huggingface_tokenizer(tokenizer)
         self._stop_ids = stop_token_ids(tokenizer)
+        self._tokenise = Tokeniser(self._inner)
         if self._inner.eos_token_id is None:
             raise InputError(
                 "The model's tokenizer has no end-of-sequence token, so text could not teach where to stop. "
                 "Set eos_token in its tokenizer_config.json, or give rows of tokens (data.format=tokens)."
             )
 
-    def encode_completion(self, row: CompletionRow, train_on: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens (T,) int32, mask (T,) bool) of prompt + completion + end of sequence.
+    def encode_all(self, rows: Sequence[CompletionRow | TextRow], train_on: str) -> list[Encoded]:
+        """Returns (tokens (T,) int32, mask (T,) bool) of each row.
 
-        The two are joined as they stand and encoded as one text; a token across the seam belongs to the
-        completion. The completion and the end of sequence are trained; with train_on "all" the prompt too.
+        A completion row is prompt + completion + end of sequence. The two are joined as they stand and
+        encoded as one text; a token across the seam belongs to the completion. The completion and the end
+        of sequence are trained; with train_on "all" the prompt too. A text is trained whole.
         """
-        joined, starts = self._encode(row.prompt + row.completion)
-        tokens = self._closed(joined)
+        pairs = [row for row in rows if isinstance(row, CompletionRow)]
+        joined = iter(self._encode([row.prompt + row.completion for row in pairs], offsets=True))
+        prompts = iter(self._encode([row.prompt for row in pairs if train_on != "all"]))
+        texts = iter(self._encode([row.text for row in rows if isinstance(row, TextRow)]))
+        encoded = []
+        for row in rows:
+            if isinstance(row, TextRow) or train_on == "all":
+                tokens = self._closed(next(texts if isinstance(row, TextRow) else joined).ids)
+                encoded.append((tokens, np.ones(len(tokens), dtype=bool)))
+            else:
+                encoded.append(self._completion(next(joined), next(prompts).ids, len(row.prompt)))
+        return encoded
+
+    def _completion(self, joined: Tokens, prompt: np.ndarray, seam: int) -> Encoded:
+        """Returns tokens and mask of a prompt with its completion, which begins at the character `seam`."""
+        tokens = self._closed(joined.ids)
         mask = np.ones(len(tokens), dtype=bool)
-        if train_on != "all":
-            # What the prompt alone begins with too; by offsets more, where merges reach back over the seam.
-            prompt = np.array(self._encode(row.prompt)[0], dtype=np.int32)
-            mask[: max(shared_start(prompt, tokens[:-1]), _first_at(starts, len(row.prompt)))] = False
+        starts = joined.offsets[:, 0].tolist() if joined.offsets is not None else []
+        # What the prompt alone begins with too; by offsets more, where merges reach back over the seam.
+        mask[: max(shared_start(prompt, tokens[:-1]), _first_at(starts, seam))] = False
         return tokens, mask
 
-    def encode_text(self, row: TextRow) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens (T,) int32, mask (T,) bool) of the text and end of sequence, all of it trained."""
-        tokens = self._closed(self._encode(row.text)[0])
-        return tokens, np.ones(len(tokens), dtype=bool)
-
-    def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Returns the text's tokens, and the character each starts at (none if the tokenizer can't tell)."""
-        can_tell = self._inner.is_fast
-        encoded = self._inner(text, return_offsets_mapping=can_tell, verbose=False)
-        tokens = encoded["input_ids"]
-        starts = [start for start, _ in encoded["offset_mapping"]] if can_tell else []
+    def _encode(self, texts: list[str], offsets: bool = False) -> list[Tokens]:
+        """Returns the texts' tokens, and the characters they are, if that is asked and can be told."""
         bos = self._inner.bos_token_id
-        twice = bos is not None and tokens[:2] == [bos, bos]  # the text brings its own BOS
-        return (tokens[1:], starts[1:]) if twice else (tokens, starts)
+        encoded = []
+        for each in self._tokenise(texts, special=True, offsets=offsets):
+            twice = bos is not None and each.ids[:2].tolist() == [bos, bos]  # the text brings its own BOS
+            if twice:
+                each = Tokens(each.ids[1:], each.offsets[1:] if each.offsets is not None else None)
+            encoded.append(each)
+        return encoded
 
-    def _closed(self, tokens: list[int]) -> np.ndarray:
-        closed = bool(tokens) and tokens[-1] in self._stop_ids
-        return np.array(tokens if closed else [*tokens, self._inner.eos_token_id], dtype=np.int32)
+    def _closed(self, tokens: np.ndarray) -> np.ndarray:
+        closed = len(tokens) > 0 and int(tokens[-1]) in self._stop_ids
+        return tokens if closed else np.append(tokens, np.int32(self._inner.eos_token_id))
 
 
 def shared_start(a: np.ndarray, b: np.ndarray) -> int:

@@ -18,7 +18,8 @@ from mlxft.data.checks import (
     shown,
 )
 from mlxft.data.formats import ChatRow, CompletionRow, Form, TokenRow, check_keys
-from mlxft.data.sources import Row, kind_of
+from mlxft.data.json_row import kind_of
+from mlxft.data.sources import Row
 from mlxft.errors import InputError
 
 AnswerRow = ChatRow | CompletionRow | TokenRow

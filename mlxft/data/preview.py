@@ -62,7 +62,10 @@ def main(overrides: list[str]) -> int:
     folder = resolve(config.model.path, config.model.revision)
     tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
     source = config.data.train if wanted.split == "train" else config.data.valid
-    rows, report = load_for(config.trainer.objective, source, config.data, tokenizer, vocabulary_size(folder))
+    validates, vocabulary = wanted.split == "valid", vocabulary_size(folder)
+    rows, report = load_for(
+        config.trainer.objective, source, config.data, tokenizer, vocabulary, validates
+    )
     ends = _ending(rows, report, config, wanted)  # first: it may find fault
     preview = _Preview(config, wanted, TokenReader(tokenizer), report)
     preview.begin(len(rows))

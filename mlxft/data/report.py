@@ -1,26 +1,28 @@
 """What became of a set's rows on the way to training, in numbers and in sentences."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from mlxft.config.schema import DataConfig
-from mlxft.data.example import Example, Pair, Unpaired
+from mlxft.data.chunks import Tally, Task
+from mlxft.data.rows import TokenRows
 from mlxft.errors import InputError
+
+_SKIPPED_SHOWN = 5
 
 
 @dataclass
 class DataReport:
     """What became of a set's rows.
 
-    dropped, truncated: {reason: rows}. dropped_at, truncated_at: {"file:line": reason}. num_examples: rows
-    that are left, of whatever kind. num_tokens, num_supervised: of these, after cutting; a pair's prompt is
-    counted once. num_prompt: tokens of the prompts of pairs and unpaired rows. max_length, median_length: of
-    a row in tokens, of a pair with its longer answer. num_identical: pairs of equal answers. num_wanted:
-    answers with the label true. num_unended: answers without an end token.
+    dropped, truncated: {reason: rows}. dropped_at, truncated_at: {"file:line": reason}, skipped_at:
+    {"file:line": what is wrong}, of the first rows only. num_examples: rows that are left, of whatever kind.
+    num_tokens, num_supervised: of these, after cutting; a pair's prompt is counted once. num_prompt: tokens
+    of the prompts of pairs and unpaired rows. max_length, median_length: of a row in tokens, of a pair with
+    its longer answer. num_identical: pairs of equal answers. num_wanted: answers with the label true.
+    num_unended: answers without an end token. num_skipped: faulty rows that were passed over.
     """
 
     source: str
@@ -33,6 +35,7 @@ class DataReport:
     truncated: dict[str, int] = field(default_factory=Counter)
     dropped_at: dict[str, str] = field(default_factory=dict)
     truncated_at: dict[str, str] = field(default_factory=dict)
+    skipped_at: dict[str, str] = field(default_factory=dict)
     num_tokens: int = 0
     num_supervised: int = 0
     num_prompt: int = 0
@@ -41,37 +44,39 @@ class DataReport:
     num_identical: int = 0
     num_wanted: int = 0
     num_unended: int = 0
+    num_skipped: int = 0
 
-    def keeps(self, fitted: Any, where: str) -> bool:
-        """Notes what a row lost; tells whether any of it is left. fitted: has `lost` and `dropped`."""
-        if fitted.dropped:
-            self.dropped[fitted.dropped] += 1
-            self.dropped_at[where] = fitted.dropped
-        elif fitted.lost:
-            self.truncated[fitted.lost] += 1
-            self.truncated_at[where] = fitted.lost
-        return not fitted.dropped
+    def add(self, task: Task, tally: Tally) -> None:
+        """Adds what became of a set's rows."""
+        self.num_rows += tally.num_rows
+        self.num_skipped += tally.num_skipped
+        self.num_unended += tally.num_unended
+        self.num_identical += tally.num_identical
+        self.dropped.update(tally.dropped)
+        self.truncated.update(tally.truncated)
+        for name in ("dropped_at", "truncated_at", "skipped_at"):
+            told = {task.where(place): reason for place, reason in getattr(tally, name).items()}
+            getattr(self, name).update(told)
 
-    def close(self, rows: Sequence[Example | Pair | Unpaired], cfg: DataConfig) -> None:
+    def close(self, rows: TokenRows, cfg: DataConfig) -> None:
         """Adds up the sizes of the rows that are left. Raises InputError if there are none."""
         if not rows:
+            reasons = dict(self.dropped)
+            if self.num_skipped:
+                reasons["faulty"] = self.num_skipped
+            first = next(iter(self.skipped_at.values()), "")
             raise InputError(
-                f"{self.source}: nothing to train on in {_rows(self.num_rows)}: {_counts(self.dropped)}. "
+                f"{self.source}: nothing to train on in {_rows(self.num_rows)}: {_counts(reasons)}. "
                 f"Check the masks, data.max_length={cfg.max_length} and data.truncate={cfg.truncate}."
+                f"{' The first faulty row: ' * bool(first)}{first}"
             )
-        lengths = np.array([row.num_tokens for row in rows])
         self.num_examples = len(rows)
-        self.num_supervised = sum(row.num_supervised for row in rows)
-        if self.kind != "examples":
-            self.num_prompt = sum(len(row.prompt) for row in rows)
-        if self.kind == "pairs":
-            self.num_identical = sum(row.is_identical for row in rows)
-        if self.kind == "unpaired":
-            self.num_wanted = sum(row.label for row in rows)
-        self.num_tokens = int(lengths.sum())
-        longest = np.array([row.length for row in rows])
-        self.max_length = int(longest.max())
-        self.median_length = float(np.median(longest))
+        self.num_supervised = int(rows.num_supervised.sum())
+        self.num_prompt = rows.num_prompt
+        self.num_wanted = rows.num_wanted
+        self.num_tokens = int(rows.num_tokens.sum())
+        self.max_length = int(rows.length.max())
+        self.median_length = float(np.median(rows.length))
 
     def lines(self) -> list[str]:
         """Returns the report as short sentences, sizes in the first two; what did not happen is left out."""
@@ -83,6 +88,11 @@ class DataReport:
             )
         if self.dropped:
             lines.append(f"dropped: {_rows(sum(self.dropped.values()))}: {_counts(self.dropped)}")
+        if self.num_skipped:
+            lines.append(f"faulty and passed over (data.on_bad_row): {_rows(self.num_skipped)}")
+            lines += [f"  {error}" for error in list(self.skipped_at.values())[:_SKIPPED_SHOWN]]
+            if self.num_skipped > _SKIPPED_SHOWN:
+                lines.append(f"  ... and {self.num_skipped - _SKIPPED_SHOWN:,} more")
         if self.num_identical:
             lines.append(
                 f"pairs whose chosen and rejected are the same: {self.num_identical:,}; "
@@ -111,12 +121,6 @@ class DataReport:
                 f"; labelled true: {self.num_wanted:,}, false: {self.num_examples - self.num_wanted:,}"
             )
         return lines
-
-
-def source_name(source: Any) -> str:
-    """Returns what a report calls a file or several."""
-    names = [source] if isinstance(source, str) or not hasattr(source, "__len__") else list(source)
-    return str(names[0]) if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _rows(count: int) -> str:

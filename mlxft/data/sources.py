@@ -1,202 +1,239 @@
-"""Reads data files of JSON lines, keeping for each row the file and the line it came from.
-
-The rows are held by the `datasets` library as their own JSON text beside their place. Typed columns
-would change them: Arrow gives every row the keys of all the others and refuses a key whose values
-differ in type. In memory, so nothing is written to a cache and no progress bar is drawn.
-"""
+"""Where rows come from: what `data.train` and `data.valid` name, as sets of files and hub data sets."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from mlxft.config.choices import SET_KEYS
+from mlxft.config.schema import DataConfig
+from mlxft.data.files import BUNDLED, SUFFIXES, Cells, Raw, data_file, path_of, suffix_of
+from mlxft.data.json_row import parse_row
 from mlxft.errors import InputError
-from mlxft.resources import bundled_data
 
-BUNDLED = "bundled:"
-_BOM = b"\xef\xbb\xbf"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NEVER_TEXT = frozenset(
+    ("messages", "conversations", "tools", "history", "label", "input_ids", "completion_mask")
+    + ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+)
+# A split by the names that files of a folder have, as data sets on the hub name them.
+_SPLIT_NAMES = {"train": "train", "valid": "validation|valid|val|dev", "test": "test"}
+_SPLIT_OF_FILE = re.compile(
+    "|".join(f"(?P<{split}>{names})" for split, names in _SPLIT_NAMES.items()) + r"(?![a-z])"
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a data file. values: its JSON object under our column names. where: "file:line"."""
+    """One row of a source. values: its values under our column names. where: "file:line" or the like."""
 
     values: dict[str, Any]
     where: str
 
 
-class Rows:
-    """The rows of one or more files, in order, parsed anew each time they are gone through."""
+class Part(Protocol):
+    """A file of rows, or a split of a hub data set. A row's place is `name`, `unit` and its number."""
 
-    def __init__(self, dataset, names: list[str], columns: dict[str, str]):
-        self._dataset = dataset
-        self._names = names
-        self._columns = columns
+    name: str
+    unit: str
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    def rows(self) -> Iterator[tuple[int, Raw]]:
+        """Yields (number, row), in order."""
 
-    def __iter__(self) -> Iterator[Row]:
-        for held in self._dataset:
-            where = f"{self._names[held['file']]}:{held['line']}"
-            yield Row(_rename(json.loads(held["row"]), self._columns), where)
+    def num_bytes(self) -> int:
+        """Returns how large it is."""
+
+    def digest(self) -> str:
+        """Returns what changes when its rows do."""
 
 
-def read_rows(source: Any, columns: dict[str, str] | None = None) -> Rows:
-    """Returns every row of `source`: a file of JSON lines, a list of such files, or "bundled:NAME".
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of one format: files, a folder or a hub data set.
 
-    columns: {our name: the file's name}. Blank lines are passed over.
-
-    Raises:
-        InputError: a file that is missing or empty; a line that is not UTF-8, not JSON or not an
-            object; a column that no row has. The text names the file and the line.
+    paths: as the user wrote them. weight: its part in a mixture, None where nothing is mixed. split: of a
+    hub data set or a folder, None for the usual one. fallback: the usual ones, the first that is there.
     """
-    from datasets import Dataset, Features, Value  # a second to import
 
-    names = _file_names(source)
-    held: dict[str, list] = {"file": [], "line": [], "row": []}
-    keys: dict[str, None] = {}  # a set that keeps the order of first sight
-    for index, name in enumerate(names):
-        before = len(held["row"])
-        for line, text, values in _read_lines(name):
-            held["file"].append(index)
-            held["line"].append(line)
-            held["row"].append(text)
-            keys.update(dict.fromkeys(values))
-        if len(held["row"]) == before:
-            raise InputError(_no_rows(name))
-    columns = dict(columns or {})
-    _check_columns(columns, list(keys), names)
-    features = Features({"file": Value("int32"), "line": Value("int64"), "row": Value("large_string")})
-    return Rows(Dataset.from_dict(held, features=features), names, columns)
+    paths: tuple[str, ...]
+    weight: float | None = None
+    split: str | None = None
+    revision: str | None = None
+    subset: str | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+    fallback: tuple[str, ...] = ("train",)
+
+    @property
+    def name(self) -> str:
+        """What a report calls it."""
+        return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
+
+    def parts(self, streaming: bool = False) -> list[Part]:
+        """Returns the files and hub splits, in order. Raises: InputError for one that is not there."""
+        return [part for path in self.paths for part in self._parts(path, streaming)]
+
+    def rows(self) -> Iterator[Row]:
+        """Yields every row, in order. Raises: InputError naming a file or row that is wrong."""
+        for part in self.parts():
+            number = 0
+            for number, raw in part.rows():
+                yield row_of(raw, f"{part.name}{part.unit}{number}", dict(self.columns))
+            if not number:
+                raise InputError(no_rows(part.name))
+
+    def _parts(self, path: str, streaming: bool) -> list[Part]:
+        if not path.startswith(BUNDLED):
+            local = path_of(path)
+            if local.is_dir():
+                return [data_file(name) for name in self._files(path, local)]
+            if not local.exists() and is_hub_id(path):
+                from mlxft.data.hub import hub_split
+
+                return [hub_split(path, self, streaming)]
+        return [data_file(path)]
+
+    def _files(self, name: str, folder: Path) -> list[str]:
+        """Returns the files of a folder; where their names tell splits apart, those of one split."""
+        files = sorted(
+            path for path in folder.rglob("*")
+            if path.is_file() and suffix_of(path) in SUFFIXES and not path.name.startswith(".")
+        )  # fmt: skip
+        if not files:
+            raise InputError(f"{name}: the folder has no file that ends in {', '.join(SUFFIXES)} (or .gz).")
+        splits: dict[str, list[str]] = {}
+        for path in files:
+            shown = str(Path(name) / path.relative_to(folder))
+            splits.setdefault(_split_of(path.relative_to(folder)), []).append(shown)
+        if set(splits) == {""}:
+            if self.split is not None:
+                raise InputError(f"{name}: no file's name says that it is of the split {self.split!r}.")
+            return splits[""]
+        wanted = (_SPLIT_ALIAS.get(self.split, self.split),) if self.split is not None else self.fallback
+        for split in wanted:
+            if split in splits:
+                return splits[split]
+        there = ", ".join(filter(None, splits))
+        raise InputError(
+            f"{name}: the names of its files tell splits apart ({there}), and none is {' or '.join(wanted)}. "
+            "Name the files themselves, or give data.split."
+        )
 
 
-def first_row(source: Any, columns: dict[str, str] | None = None) -> Row:
-    """Returns the first row of `source` without reading on; arguments and errors as `read_rows`."""
-    name = _file_names(source)[0]
-    for line, _, values in _read_lines(name):
-        return Row(_rename(values, dict(columns or {})), f"{name}:{line}")
-    raise InputError(_no_rows(name))
+_SPLIT_ALIAS = {alias: split for split, names in _SPLIT_NAMES.items() for alias in names.split("|")}
 
 
-def _no_rows(name: str) -> str:
+def _split_of(path: Path) -> str:
+    """Returns the split that a file's name, or its folder's, begins with; "" if none."""
+    for word in (path.name, *(parent.name for parent in path.parents)):
+        match = _SPLIT_OF_FILE.match(word.lower())
+        if match:
+            return match.lastgroup or ""
+    return ""
+
+
+def is_hub_id(path: str) -> bool:
+    """Tells whether `path` is written as a data set on the hub is, owner/name, and not as a file of rows."""
+    return _HUB_ID.fullmatch(path) is not None and suffix_of(Path(path)) not in SUFFIXES
+
+
+def sets_of(source: Any, cfg: DataConfig, validates: bool = False) -> list[RowSet]:
+    """Returns the sets that `data.train` or `data.valid` names: files without keys of their own are one set.
+
+    validates: it is data.valid, whose usual split is the validation's.
+
+    Raises: InputError for what is no name of a file, a list of names or sets.
+    """
+    usual = RowSet(
+        (),
+        split=None if validates else cfg.split,
+        revision=cfg.revision,
+        subset=cfg.subset,
+        columns=tuple((cfg.columns or {}).items()),
+        fallback=("valid", "test") if validates else ("train",),
+    )
+    entries = [source] if isinstance(source, (str, Path, Mapping)) else source
+    if not isinstance(entries, Sequence):
+        raise InputError(f"data: {source!r} is not a file name, a list of file names or {BUNDLED}NAME.")
+    if not entries:
+        raise InputError(f"data: the list of files is empty. Name a file of rows, or {BUNDLED}NAME.")
+    if all(isinstance(entry, (str, Path)) for entry in entries):
+        return [replace(usual, paths=tuple(map(str, entries)))]
+    return [_set_of(entry, usual) for entry in entries]
+
+
+def _set_of(entry: Any, usual: RowSet) -> RowSet:
+    if isinstance(entry, (str, Path)):
+        return replace(usual, paths=(str(entry),))
+    if not isinstance(entry, Mapping) or "path" not in entry or entry.keys() - set(SET_KEYS):
+        raise InputError(
+            f"data: {entry!r} is no set of rows. Write a file's name, or {{path: NAME}} with any of "
+            f"{', '.join(SET_KEYS[1:])}."
+        )
+    given = {key: value for key, value in entry.items() if key not in ("path", "columns")}
+    if "columns" in entry:
+        given["columns"] = tuple(entry["columns"].items())
+    paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+    return replace(usual, paths=tuple(map(str, paths)), **given)
+
+
+def first_row(source: Any, cfg: DataConfig) -> Row:
+    """Returns the first row of `source`, as `data.train` may name it, without reading on.
+
+    Raises: InputError.
+    """
+    first = sets_of(source, cfg)[0]
+    return next(replace(first, paths=first.paths[:1]).rows())
+
+
+def row_of(raw: Raw, where: str, columns: Mapping[str, str]) -> Row:
+    """Returns a row as it stands in a file under our names; a mapped column wins over one of our name.
+
+    Raises: InputError if it is text that is no JSON object.
+    """
+    values = parse_row(raw, where) if isinstance(raw, bytes) else raw
+    renamed = _renamed(values, columns) if columns else values
+    return Row(_typed(renamed) if isinstance(raw, Cells) else renamed, where)
+
+
+def _typed(cells: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a row of CSV with what is never text read as JSON; what is not JSON stays, to be refused."""
+    values: dict[str, Any] = dict(cells)
+    for key in _NEVER_TEXT & values.keys():
+        text = values[key].strip()
+        with suppress(ValueError, RecursionError):
+            values[key] = json.loads(text.lower() if key == "label" else text or "null")
+    return values
+
+
+def no_rows(name: str) -> str:
+    """Returns what is said of a file without rows."""
     return f"{name}: the file holds no rows. Write one JSON object a line."
 
 
-def _file_names(source: Any) -> list[str]:
-    """Returns the names of the files as the user wrote them."""
-    if isinstance(source, (str, Path)):
-        source = [source]
-    if not isinstance(source, Sequence) or not all(isinstance(name, (str, Path)) for name in source):
-        raise InputError(f"data: {source!r} is not a file name, a list of file names or {BUNDLED}NAME.")
-    if not source:
-        raise InputError(f"data: the list of files is empty. Name a file of JSON lines, or {BUNDLED}NAME.")
-    return [str(name) for name in source]
-
-
-def _open_bytes(name: str):
-    path = bundled_data(name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else Path(name).expanduser()
-    if path.is_dir():
-        raise InputError(f"{name}: is a folder. Name the file or the files in it.")
-    try:
-        return path.open("rb")
-    except OSError as error:
-        hint = "Check the path in data.train or data.valid; it is taken from the folder you run in."
-        if name.startswith(BUNDLED):
-            bundled = sorted(p.name for p in path.parent.glob("*.jsonl"))
-            hint = f"Bundled are: {', '.join(bundled) or 'none'}."
-        raise InputError(f"{name}: cannot be read ({error.strerror}). {hint}") from None
-
-
-def _read_lines(name: str) -> Iterator[tuple[int, str, dict]]:
-    """Yields (line number from 1, text, object) of each line that is not blank."""
-    with _open_bytes(name) as file:
-        for line, raw in enumerate(file, start=1):  # bytes break at \n only; text would break at U+2028 too
-            if line == 1:
-                raw = raw.removeprefix(_BOM)
-            raw = raw.strip()  # bytes: of ASCII white space only
-            if not raw:
-                continue
-            where = f"{name}:{line}"
-            try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{where}: not UTF-8 (byte {error.start + 1} of the line is 0x{raw[error.start]:02x}). "
-                    "Save the file as UTF-8."
-                ) from None
-            yield line, text, _parse(text, where)
-
-
-class _Double(Exception):
-    """A key that an object has twice: JSON readers keep the last and drop the rest in silence."""
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        raise _Double(next(repr(key) for key, _ in pairs if key in seen or seen.add(key)))
-    return values
-
-
-def _parse(text: str, where: str) -> dict:
-    try:
-        values = json.loads(text, object_pairs_hook=_without_doubles)
-    except _Double as double:
-        raise InputError(f"{where}: the key {double} stands twice in one object. Keep one of them.") from None
-    except json.JSONDecodeError as error:
-        hint = ""
-        if text in ("{", "[", "[{"):
-            hint = " A row must stand on one line; turn the file into JSON lines: jq -c '.[]' or jq -c '.'."
-        raise InputError(f"{where}: not JSON ({error.msg} at character {error.pos + 1}).{hint}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not usable JSON ({error}).") from None
-    if isinstance(values, list):
-        raise InputError(
-            f"{where}: a JSON list, not an object. Write each row as an object on a line of its own: "
-            "jq -c '.[]' file.json > file.jsonl."
-        )
-    if not isinstance(values, dict):
-        raise InputError(f'{where}: {kind_of(values)}, not an object. A row looks like {{"text": "..."}}.')
-    if "\\ud" in text.lower():
-        _check_surrogates(values, where)
-    return values
-
-
-def _check_surrogates(values: dict, where: str) -> None:
-    try:
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        raise InputError(
-            f"{where}: \\u{half:04x} is half of a character (a surrogate without its partner). "
-            "Write the character whole, or leave it out."
-        ) from None
-
-
-def kind_of(value: Any) -> str:
-    """Returns what a JSON value is, in words for a message."""
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    names = {str: "text", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else names[type(value)]
-
-
-def _check_columns(columns: dict[str, str], keys: list[str], names: list[str]) -> None:
-    for ours, theirs in columns.items():
-        if theirs not in keys:
+def check_columns_exist(rows: RowSet, parts: Sequence[Part]) -> None:
+    """Raises InputError when no row has a column that `data.columns` names; reads on until all are found."""
+    wanted, keys = dict(rows.columns), {}
+    missing = set(wanted.values())
+    for part in parts if missing else ():
+        for number, raw in part.rows():
+            with suppress(InputError):  # a row's own faults are told when it is its turn
+                values = row_of(raw, f"{part.name}{part.unit}{number}", {}).values
+                missing -= values.keys()
+                keys.update(dict.fromkeys(values))
+            if not missing:
+                return
+    for ours, theirs in wanted.items():
+        if theirs in missing:
             raise InputError(
-                f"data.columns.{ours}: no row of {', '.join(names)} has a column {theirs!r}. "
-                f"The columns are: {', '.join(keys)}."
+                f"data.columns.{ours}: no row of {', '.join(part.name for part in parts)} has a column "
+                f"{theirs!r}. The columns are: {', '.join(keys)}."
             )
 
 
-def _rename(values: dict, columns: dict[str, str]) -> dict:
-    """Returns the row under our names; a mapped column wins over one that has our name already."""
-    if not columns:
-        return values
+def _renamed(values: dict, columns: Mapping[str, str]) -> dict:
     taken = {ours: values[theirs] for ours, theirs in columns.items() if theirs in values}
     sources = set(columns.values())
     rest = {key: value for key, value in values.items() if key not in sources and key not in columns}

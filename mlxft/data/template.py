@@ -4,15 +4,19 @@ The template writes BOS where it belongs, so the tokenizer adds none of its own:
 of `tokenizer.apply_chat_template(messages, tokenize=True)`, which serving sees too.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
+from mlxft.data.tokenise import Tokeniser
 from mlxft.errors import InputError
 
 FIRST_MARK = 0xF0000  # private-use characters: no template and hardly any text has them
+_MARKS = re.compile("[\U000f0000-\U000ffffd]")
+_PIECES_KEPT = 4096
 
 
 class Refused(Exception):
@@ -82,6 +86,8 @@ class ChatTemplate:
         self.end_ids = set(self.stop_ids)
         self.closing_length = 0
         self.prompts: set[str] = set()
+        self._tokenise = Tokeniser(self.inner)
+        self._pieces: dict[tuple[str, ...], list[str] | None] = {}
         self._probe()
 
     def render(self, messages: list[dict], tools: list[dict] | None, **settings: Any) -> str:
@@ -93,9 +99,34 @@ class ChatTemplate:
 
     def tokenise(self, text: str) -> Rendered:
         """Returns rendered text with its tokens."""
-        encoded = self.inner(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return Rendered(text, np.array(encoded["input_ids"], dtype=np.int32), offsets)
+        return self.tokenise_all([text])[0]
+
+    def tokenise_all(self, texts: list[str]) -> list[Rendered]:
+        """Returns rendered texts with their tokens."""
+        all_tokens = self._tokenise(texts, special=False, offsets=True)
+        return [Rendered(text, each.ids, each.offsets) for text, each in zip(texts, all_tokens, strict=True)]
+
+    def pieces(self, roles: tuple[str, ...]) -> list[str] | None:
+        """Returns what the template writes before, between and after turns of these roles without tools.
+
+        None where it does not write each turn's words once and in order.
+        """
+        if roles not in self._pieces:
+            if len(self._pieces) >= _PIECES_KEPT:
+                self._pieces.clear()
+            self._pieces[roles] = self._find_pieces(roles)
+        return self._pieces[roles]
+
+    def _find_pieces(self, roles: tuple[str, ...]) -> list[str] | None:
+        marks = [chr(FIRST_MARK + place) for place in range(len(roles))]
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        try:
+            text = self.render(turns, None)
+        except Refused:
+            return None
+        if _MARKS.findall(text) != marks:
+            return None
+        return _MARKS.split(text)
 
     def _probe(self) -> None:
         """Learns from a conversation of two turns how answers are prompted and closed."""
@@ -141,6 +172,11 @@ class ChatTemplate:
             if token in self.added_ids:
                 return token, start, end
         return None
+
+
+def has_marks(text: str) -> bool:
+    """Tells whether a text has characters of those that stand for contents while a template is studied."""
+    return not text.isascii() and _MARKS.search(text) is not None
 
 
 def shared_prefix(a: str, b: str) -> int:

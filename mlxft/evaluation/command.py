@@ -121,7 +121,7 @@ def evaluate_config(config: Config) -> Report:
     Raises: InputError and GuardStop as `main` does.
     """
     source = config.data.train if config.data.valid is None else config.data.valid
-    form = find_form(first_row(source, config.data.columns), config.data.format)
+    form = find_form(first_row(source, config.data), config.data.format)
     task = _Task(config, source, form, resolve(config.model.path, config.model.revision))
     how = {"examples": _evaluate_examples, "pairs": _evaluate_pairs, "unpaired": _evaluate_unpaired}
     # Each loads its rows first: what is wrong with them is said before a large model is read.

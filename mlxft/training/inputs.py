@@ -26,8 +26,8 @@ log = logging.getLogger("mlxft")
 class Rows:
     """The rows to train on and those to validate with, which may be none."""
 
-    train: list[Row]
-    valid: list[Row]
+    train: Sequence[Row]
+    valid: Sequence[Row]
 
     def fingerprints(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
@@ -41,14 +41,14 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     """
     data, objective = config.data, config.trainer.objective
 
-    def loaded(source: Any, name: str) -> list[Row]:
-        rows, report = load_for(objective, source, data, tokenizer, vocabulary)
+    def loaded(source: Any, name: str, validates: bool) -> Sequence[Row]:
+        rows, report = load_for(objective, source, data, tokenizer, vocabulary, validates)
         for line in report.lines():
             log.info("%s: %s", name, line)
         return mismatch(rows, data.max_length) if objective == "kto" else rows
 
-    train = loaded(data.train, "training rows")
-    return Rows(train, loaded(data.valid, "validation rows") if data.valid is not None else [])
+    train = loaded(data.train, "training rows", False)
+    return Rows(train, loaded(data.valid, "validation rows", True) if data.valid is not None else [])
 
 
 def in_windows(config: Config, rows: Sequence[Row]) -> Windows:

@@ -4,6 +4,7 @@ import logging
 import shutil
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
@@ -104,7 +105,7 @@ class _Run:
         self.tokenizer = load_tokenizer(folder, required=asks)
         self.rows = load_rows(config, self.tokenizer, vocabulary)
         if reference_folder != folder:
-            check_vocabulary(self.rows.train + self.rows.valid, vocabulary_size(reference_folder))
+            check_vocabulary(chain(self.rows.train, self.rows.valid), vocabulary_size(reference_folder))
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
         self.windows = in_windows(config, self.rows.train)

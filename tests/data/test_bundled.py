@@ -5,20 +5,20 @@ import json
 import pytest
 
 from mlxft.data.formats import type_row
-from mlxft.data.sources import read_rows
 from mlxft.resources import bundled_data
+from tests.data.reading import read
 
 FILES = ("pebble.jsonl", "pebble_valid.jsonl")
 
 
 def questions_and_answers(name):
-    rows = (row.values["messages"] for row in read_rows(f"bundled:{name}"))
+    rows = (row.values["messages"] for row in read(f"bundled:{name}"))
     return [(messages[-2]["content"], messages[-1]["content"]) for messages in rows]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_row_is_one_question_and_its_answer(name):
-    for row in read_rows(f"bundled:{name}"):
+    for row in read(f"bundled:{name}"):
         roles = [message["role"] for message in type_row(row, "messages", vocab_size=1).messages]
         assert roles in (["user", "assistant"], ["system", "user", "assistant"])
 
@@ -59,7 +59,7 @@ SHOUTS = {"shout.jsonl": 100, "shout_valid.jsonl": 24}
 
 def shouted(name):
     """Returns (question, chosen answer, rejected answer) of each pair."""
-    rows = [row.values for row in read_rows(f"bundled:{name}")]
+    rows = [row.values for row in read(f"bundled:{name}")]
     assert all(set(row) == {"prompt", "chosen", "rejected"} for row in rows)
     return [tuple(row[key][0]["content"] for key in ("prompt", "chosen", "rejected")) for row in rows]
 
@@ -86,7 +86,7 @@ def test_no_question_of_the_held_out_pairs_is_in_another_file():
     [("shout_unpaired.jsonl", "shout.jsonl"), ("shout_unpaired_valid.jsonl", "shout_valid.jsonl")],
 )
 def test_labelled_answers_are_those_of_the_pairs_by_turns(name, pairs):
-    rows = [row.values for row in read_rows(f"bundled:{name}")]
+    rows = [row.values for row in read(f"bundled:{name}")]
     assert len(rows) == SHOUTS[pairs]
     for number, (row, (question, chosen, rejected)) in enumerate(zip(rows, shouted(pairs), strict=True)):
         assert row["prompt"][0]["content"] == question

@@ -15,8 +15,8 @@ def encode(make_tokenizer, trained_text):
 
     def both(prompt, completion, train_on="assistant", **options):
         tokenizer = make_tokenizer(**options)
-        tokens, mask = TextEncoder(tokenizer).encode_completion(
-            CompletionRow(prompt, completion, WHERE), train_on
+        [(tokens, mask)] = TextEncoder(tokenizer).encode_all(
+            [CompletionRow(prompt, completion, WHERE)], train_on
         )
         return tokenizer.decode(tokens), trained_text(tokenizer, tokens, mask)
 
@@ -60,7 +60,8 @@ def test_a_tokenizer_that_knows_no_offsets_finds_the_prompt_too(trained_text):
 
     tokenizer = ByT5Tokenizer()  # a token a byte
     assert not tokenizer.is_fast
-    tokens, mask = TextEncoder(tokenizer).encode_completion(CompletionRow("né", "é!", WHERE), "assistant")
+    row = CompletionRow("né", "é!", WHERE)
+    [(tokens, mask)] = TextEncoder(tokenizer).encode_all([row], "assistant")
     assert trained_text(tokenizer, tokens, mask) == ["é!</s>"]
 
 
@@ -74,7 +75,7 @@ def test_another_stop_token_of_the_model_ends_the_text_too(make_tokenizer, tmp_p
     make_tokenizer().save_pretrained(tmp_path)
     stop = make_tokenizer().convert_tokens_to_ids("</turn>")
     wrapped = load(tmp_path, eos_token_ids=[stop])
-    tokens, _ = TextEncoder(wrapped).encode_text(TextRow("hello</turn>", WHERE))
+    [(tokens, _)] = TextEncoder(wrapped).encode_all([TextRow("hello</turn>", WHERE)], "assistant")
     assert wrapped.decode(tokens) == "hello</turn>"
 
 
@@ -102,7 +103,7 @@ def test_something_is_trained_even_if_the_tokenizer_makes_nothing_of_the_complet
 
 def test_text_is_trained_whole_with_an_end_of_sequence(make_tokenizer):
     tokenizer = make_tokenizer(adds_bos=True)
-    tokens, mask = TextEncoder(tokenizer).encode_text(TextRow("<s>hello there", WHERE))
+    [(tokens, mask)] = TextEncoder(tokenizer).encode_all([TextRow("<s>hello there", WHERE)], "assistant")
     assert tokenizer.decode(tokens) == "<s>hello there</s>"
     assert mask.all()
 

@@ -1,18 +1,20 @@
 """Reading JSON lines: rows unchanged, places kept, faults named."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from mlxft.data.sources import first_row, read_rows
+from mlxft.config.schema import DataConfig
+from mlxft.data.sources import check_columns_exist, first_row, sets_of
 from mlxft.errors import InputError
+from tests.command import environment
+from tests.data.reading import read
 
 
 def rows_of(source, columns=None):
-    return [(row.values, row.where) for row in read_rows(source, columns)]
+    return [(row.values, row.where) for row in read(source, columns=columns or {})]
 
 
 def test_rows_keep_their_file_and_line(write_rows):
@@ -40,16 +42,10 @@ def test_rows_of_unlike_keys_and_types_survive_unchanged(write_rows):
 
 def test_the_first_row_is_read_without_the_others(write_rows):
     path = write_rows(["", {"question": "a"}, "this is no row"])
-    row = first_row([path, "no such file"], {"prompt": "question"})
+    row = first_row([path, "no such file"], DataConfig(columns={"prompt": "question"}))
     assert (row.values, row.where) == ({"prompt": "a"}, f"{path}:2")
     with pytest.raises(InputError, match="the file holds no rows"):
-        first_row(write_rows([""]))
-
-
-def test_rows_can_be_gone_through_again(write_rows):
-    rows = read_rows(write_rows([{"text": "a"}, {"text": "b"}]))
-    assert len(rows) == 2
-    assert [row.values for row in rows] == [row.values for row in rows]
+        first_row(write_rows([""]), DataConfig())
 
 
 def test_a_line_separator_inside_a_string_is_no_new_line(write_rows):
@@ -87,7 +83,7 @@ def test_bundled_data_is_found_by_name():
 def test_a_malformed_line_is_named_with_its_fault(write_rows, line, fault):
     path = write_rows([{"text": "a"}, line])
     with pytest.raises(InputError, match=f"^{path}:2: {fault}"):
-        read_rows(path)
+        read(path)
 
 
 def test_a_whole_pair_of_surrogates_is_a_character(write_rows):
@@ -98,7 +94,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
     with pytest.raises(InputError, match=f"^{path}:2: not UTF-8 .byte 14 of the line is 0xe9"):
-        read_rows(path)
+        read(path)
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -106,27 +102,27 @@ def test_a_file_without_rows_is_an_error(tmp_path, content):
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
     with pytest.raises(InputError, match=f"^{path}: the file holds no rows"):
-        read_rows(path)
+        read(path)
 
 
 def test_an_empty_file_among_others_is_an_error(write_rows):
     with pytest.raises(InputError, match="none.jsonl: the file holds no rows"):
-        read_rows([write_rows([{"text": "a"}]), write_rows([], "none.jsonl")])
+        read([write_rows([{"text": "a"}]), write_rows([], "none.jsonl")])
 
 
 def test_a_missing_file_a_folder_and_an_unknown_bundle_are_named(tmp_path):
     with pytest.raises(InputError, match="nowhere.jsonl: cannot be read .No such file"):
-        read_rows(str(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(InputError, match=f"^{tmp_path}: is a folder"):
-        read_rows(str(tmp_path))
+        read(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(InputError, match=f"^{tmp_path}: the folder has no file that ends in .jsonl, "):
+        read(str(tmp_path))
     with pytest.raises(InputError, match=r"^bundled:peble.jsonl: .*Bundled are: .*pebble\.jsonl"):
-        read_rows("bundled:peble.jsonl")
+        read("bundled:peble.jsonl")
 
 
 @pytest.mark.parametrize("source", [None, 3, [], ["a.jsonl", 4], {"train": "a.jsonl"}])
 def test_what_is_no_file_is_refused(source):
     with pytest.raises(InputError, match="^data: "):
-        read_rows(source)
+        read(source)
 
 
 def test_columns_are_read_under_our_names(write_rows):
@@ -149,17 +145,21 @@ def test_a_column_that_no_row_has_is_an_error_that_lists_the_columns(write_rows)
     with pytest.raises(
         InputError, match=r"data\.columns\.prompt: .*'qestion'.*columns are: question, answer"
     ):
-        read_rows(path, {"prompt": "qestion"})
+        [rows] = sets_of(path, DataConfig(columns={"prompt": "qestion"}))
+        check_columns_exist(rows, rows.parts())
 
 
 def test_reading_writes_nothing_and_says_nothing_even_without_a_home(write_rows, tmp_path):
-    path = write_rows([{"text": "a"}])
-    code = f"from mlxft.data.sources import read_rows; print([row.where for row in read_rows({path!r})])"
+    path = write_rows([{"input_ids": [1, 2]}])
+    code = (
+        "from mlxft.config.schema import DataConfig; from mlxft.data.load import load_examples; "
+        f"print([row.where for row in load_examples({path!r}, DataConfig(), None, 9)[0]])"
+    )
     nowhere = "/dev/null/home"  # below a file: no folder can be made there
-    environment = os.environ | {"HOME": nowhere, "HF_HOME": nowhere + "/hf", "TMPDIR": str(tmp_path)}
+    nowhere = {"HOME": nowhere, "HF_HOME": nowhere + "/hf", "TMPDIR": str(tmp_path)}
     before = sorted(tmp_path.iterdir())
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment(**nowhere), capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout.replace("'", '"'))[0].endswith("rows.jsonl:1")
@@ -171,4 +171,4 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
     with pytest.raises(InputError, match="rows.jsonl:2: the key 'text' stands twice"):
-        list(read_rows(str(path)))
+        list(read(str(path)))
