@@ -65,7 +65,7 @@ def _sources(settings: Mapping[str, Any], given: set[str]) -> Found:
     if not isinstance(settings["data.train"], list) or len(settings["data.train"]) < 2:
         yield "data.train", "a weight mixes sets, and this is one; leave weight out, or name more"
     elif not settings["data.shuffle"]:
-        yield "data.shuffle", "sets with weights are mixed by drawing their rows; leave it out, or the weights"
+        yield "data.shuffle", "rows of sets with weights are drawn at random; leave it out, or the weights"
     elif settings["data.batch_tokens"] is not None:
         yield "data.batch_tokens", "rows are put together once for all epochs, so weights cannot be kept to"
 

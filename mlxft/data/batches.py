@@ -1,11 +1,13 @@
 """Which rows go together in a micro-batch, epoch by epoch."""
 
 from collections.abc import Sequence
+from typing import Optional
 
 import numpy as np
 
 from mlxft.config.schema import DataConfig
 from mlxft.data.example import Example, Pair, Unpaired
+from mlxft.data.mixture import Mixture
 from mlxft.data.rows import sizes_of
 from mlxft.errors import InputError
 
@@ -21,13 +23,20 @@ class BatchOrder:
     sorted by length and cut into batches, and the batches shuffled. The smaller batch takes rows at
     random and comes last. Without `shuffle`: the order of the rows, `batch_size` at a time.
 
-    lengths: (N,) tokens of each row.
+    lengths: (N,) tokens of each row. mixture: which rows an epoch has, where it is not each one once.
 
     Raises:
         InputError: no rows, or a batch size or seed out of range.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, shuffle: bool, seed: int):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        mixture: Optional[Mixture] = None,
+    ):
         if batch_size < 1:
             raise InputError(f"data.batch_size={batch_size}: must be 1 or more.")
         if seed < 0:
@@ -38,6 +47,8 @@ class BatchOrder:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._mixture = mixture
+        self._last: tuple[int, list[list[int]]] = (-1, [])  # an epoch of many rows takes a second to order
 
     @property
     def num_batches(self) -> int:
@@ -46,10 +57,15 @@ class BatchOrder:
 
     def epoch(self, n: int) -> list[list[int]]:
         """Returns the rows' indices of each micro-batch of epoch `n` (from 0)."""
+        if self._last[0] != n:
+            self._last = (n, self._ordered(n))
+        return self._last[1]
+
+    def _ordered(self, n: int) -> list[list[int]]:
         if not self._shuffle:
             return _cut(np.arange(len(self._lengths)), self._batch_size)
         random = np.random.default_rng(np.random.SeedSequence([self._seed, n, _ORDER_STREAM]))
-        order = random.permutation(len(self._lengths))
+        order = random.permutation(self._mixture.rows(n) if self._mixture else len(self._lengths))
         num_full = len(order) // self._batch_size * self._batch_size
         batches: list[list[int]] = []
         for rows in _cut(order[:num_full], _WINDOW_BATCHES * self._batch_size):
@@ -111,7 +127,7 @@ class PackedOrder:
 
 
 def order_of(
-    rows: Sequence[Example | Pair | Unpaired], cfg: DataConfig, seed: int
+    rows: Sequence[Example | Pair | Unpaired], cfg: DataConfig, seed: int, mixture: Optional[Mixture] = None
 ) -> BatchOrder | PackedOrder:
     """Returns the order in which rows are trained on: so many a micro-batch, or so many tokens.
 
@@ -121,7 +137,7 @@ def order_of(
     lengths = sizes_of(rows, "num_tokens")
     if cfg.batch_tokens is not None:
         return PackedOrder(lengths, cfg.batch_tokens, cfg.shuffle, seed)
-    return BatchOrder(lengths, cfg.batch_size, cfg.shuffle, seed)
+    return BatchOrder(lengths, cfg.batch_size, cfg.shuffle, seed, mixture)
 
 
 def packed_sizes(

@@ -9,6 +9,7 @@ from mlxft.config.schema import DataConfig
 from mlxft.data.chunks import ChunkEncoder, RawRow, Tally, Task
 from mlxft.data.example import Example, Pair, Unpaired
 from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form
+from mlxft.data.mixture import Mixture, mixture_of
 from mlxft.data.report import DataReport
 from mlxft.data.rows import Block, Place, TokenRows
 from mlxft.data.sources import Part, Row, RowSet, check_columns_exist, no_rows, row_of, sets_of
@@ -70,12 +71,13 @@ def _load(
 ) -> tuple[TokenRows, DataReport]:
     _check_settings(kind, cfg)
     blocks: list[Block] = []
-    tasks, tallies = [], []
+    tasks, tallies, sizes = [], [], []
     for rows in sets:
         parts = rows.parts()
         task = make_task(kind, rows, parts, cfg, tokenizer, vocab_size)
         made, tally = _made(task, parts, tokenizer)
         blocks += made
+        sizes.append(sum(map(len, made)))
         tasks.append(task)
         tallies.append(tally)
     formats = dict.fromkeys(task.form.format for task in tasks)
@@ -83,9 +85,15 @@ def _load(
     report = DataReport(name, " and ".join(formats), cfg.max_length, kind)
     for task, tally in zip(tasks, tallies, strict=True):
         report.add(task, tally)
-    rows = TokenRows(blocks)
+    rows = TokenRows(blocks, sizes)
     report.close(rows, cfg)
     return rows, report
+
+
+def mixture_in(rows: TokenRows, cfg: DataConfig, seed: int) -> Mixture | None:
+    """Returns how the sets of `cfg.train` are mixed, whose rows these are; None where none has a weight."""
+    sets = sets_of(cfg.train, cfg)
+    return mixture_of([each.name for each in sets], rows.set_sizes, [each.weight for each in sets], seed)
 
 
 def _check_settings(kind: str, cfg: DataConfig) -> None:

@@ -15,7 +15,7 @@ from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config, PreviewConfig
 from mlxft.data.batches import order_of, packed_sizes
 from mlxft.data.example import Example, Pair, Unpaired
-from mlxft.data.load import load_for
+from mlxft.data.load import load_for, mixture_in
 from mlxft.data.report import DataReport
 from mlxft.data.token_text import TokenReader
 from mlxft.errors import EXIT_DONE
@@ -84,7 +84,9 @@ def _ending(rows: Sequence[Any], report: DataReport, config: Config, wanted: Pre
     if len(report.dropped_at) > _DROPPED_SHOWN:
         lines.append(f"dropped: ... and {len(report.dropped_at) - _DROPPED_SHOWN:,} more")
     if config.trainer.layout == "packed":
-        order = order_of(rows, config.data, config.trainer.seed)
+        seed = config.trainer.seed
+        mixture = mixture_in(rows, config.data, seed) if wanted.split == "train" else None
+        order = order_of(rows, config.data, seed, mixture)
         lines.append(f"layout: packed; {packed_sizes(rows, order, shape_multiple())}")
     return lines
 

@@ -94,9 +94,10 @@ def block_of(kind: str, rows: Sequence[AnyRow], places: Sequence[Place]) -> Bloc
 
 
 class TokenRows(Sequence):
-    """Rows of one kind in order, each made when it is asked for."""
+    """Rows of one kind in order, each made when it is asked for. set_sizes: how many each set has of them."""
 
-    def __init__(self, blocks: Iterable[Block]):
+    def __init__(self, blocks: Iterable[Block], set_sizes: Sequence[int] = ()):
+        self.set_sizes = tuple(set_sizes)
         self.blocks = [block for block in blocks if len(block)]
         self._starts = [0, *accumulate(map(len, self.blocks))]
 

@@ -158,8 +158,8 @@ def survey(config: Config) -> Survey:
     named = config.loss.reference
     reference = folder if named in ("base", "start") else local_folder(named, key="loss.reference")
     tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
-    rows = load_rows(config, tokenizer, vocabulary_size(folder)).train
-    windows = in_windows(config, rows)
+    loaded = load_rows(config, tokenizer, vocabulary_size(folder))
+    rows, windows = loaded.train, in_windows(config, loaded)
     shape = shape_in(config, folder)
     layout = config.trainer.layout
     if layout == "auto":

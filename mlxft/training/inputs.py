@@ -10,7 +10,9 @@ from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
 from mlxft.data.batches import order_of, packed_sizes
 from mlxft.data.fingerprint import fingerprint
-from mlxft.data.load import load_for
+from mlxft.data.load import load_for, mixture_in
+from mlxft.data.mixture import Mixture
+from mlxft.data.rows import TokenRows
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
@@ -24,14 +26,21 @@ log = logging.getLogger("mlxft")
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows to train on and those to validate with, which may be none."""
+    """The rows to train on and those to validate with, which may be none.
+
+    mixture: how often those to train on are seen, where sets have weights.
+    """
 
     train: Sequence[Row]
     valid: Sequence[Row]
+    mixture: Optional[Mixture] = None
 
     def fingerprints(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
-        return {"train": fingerprint(self.train), "valid": fingerprint(self.valid) if self.valid else None}
+        train = fingerprint(self.train)
+        if self.mixture:
+            train += " " + ",".join(map(str, self.mixture.counts))
+        return {"train": train, "valid": fingerprint(self.valid) if self.valid else None}
 
 
 def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
@@ -41,22 +50,29 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     """
     data, objective = config.data, config.trainer.objective
 
-    def loaded(source: Any, name: str, validates: bool) -> Sequence[Row]:
+    def loaded(source: Any, name: str, validates: bool) -> TokenRows:
         rows, report = load_for(objective, source, data, tokenizer, vocabulary, validates)
         for line in report.lines():
             log.info("%s: %s", name, line)
-        return mismatch(rows, data.max_length) if objective == "kto" else rows
+        return rows
 
     train = loaded(data.train, "training rows", False)
-    return Rows(train, loaded(data.valid, "validation rows", True) if data.valid is not None else [])
+    mixture = mixture_in(train, data, config.trainer.seed)
+    for line in mixture.lines() if mixture else ():
+        log.info("training rows: %s", line)
+    valid: Sequence[Row] = loaded(data.valid, "validation rows", True) if data.valid is not None else []
+    if objective == "kto":
+        return Rows(mismatch(train, data.max_length), mismatch(valid, data.max_length), mixture)
+    return Rows(train, valid, mixture)
 
 
-def in_windows(config: Config, rows: Sequence[Row]) -> Windows:
+def in_windows(config: Config, loaded: Rows) -> Windows:
     """Returns the rows to train on in micro-batches and windows; logs what a layout that was asked for gives.
 
     Raises: InputError as `order_of`.
     """
-    order = order_of(rows, config.data, config.trainer.seed)
+    rows = loaded.train
+    order = order_of(rows, config.data, config.trainer.seed, loaded.mixture)
     if config.trainer.layout == "packed":
         log.info("layout: packed; %s", packed_sizes(rows, order, shape_multiple()))
     elif config.trainer.layout == "prefix_shared":

@@ -8,7 +8,7 @@ rows are never scored twice.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +114,9 @@ def is_the_start(config: Config) -> bool:
     )
 
 
-def with_references(objective, view: DecoderView, rows: list[Any], config: Config, folder: Path) -> list[Any]:
+def with_references(
+    objective, view: DecoderView, rows: Sequence[Any], config: Config, folder: Path
+) -> list[Any]:
     """Returns the rows with their reference log-probabilities, from the disk if they were kept.
 
     folder: of the model that is the reference. The same model, adapter, rows and settings are scored
@@ -141,6 +143,7 @@ def with_references(objective, view: DecoderView, rows: list[Any], config: Confi
         log.info(
             "reference log-probabilities of %d rows: computed once and kept in %s", len(rows), path.parent
         )
+        rows = list(rows)
         values = _score(objective, view, rows, config.data.batch_size)
         _keep(path, values)
     return [replace(row, ref_logps=tuple(both)) for row, both in zip(rows, values, strict=True)]

@@ -29,7 +29,7 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import Rows, in_windows, load_rows, load_trained
+from mlxft.training.inputs import in_windows, load_rows, load_trained
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
@@ -108,7 +108,7 @@ class _Run:
             check_vocabulary(chain(self.rows.train, self.rows.valid), vocabulary_size(reference_folder))
         if start.continuation:
             start.continuation.check_rows(self.rows.fingerprints())
-        self.windows = in_windows(config, self.rows.train)
+        self.windows = in_windows(config, self.rows)
         self.total_steps = self.windows.total_steps(config.trainer.max_steps, config.trainer.epochs)
         if start.step > self.total_steps:
             raise InputError(
@@ -165,7 +165,7 @@ class _Run:
                     with_references(self.objective, self.view, rows, config, reference_folder) if rows else []
                     for rows in (self.rows.train, self.rows.valid)
                 )
-            self.rows = Rows(train, valid)
+            self.rows = replace(self.rows, train=train, valid=valid)
             self.windows = replace(self.windows, rows=train)
 
     def _stepper(self, files: ExitStack) -> Stepper:

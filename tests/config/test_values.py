@@ -107,7 +107,7 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
         ("data.train", {"pth": "x"}, "it has no 'pth'"),
         ("data.train", {"weight": 2}, "needs a path"),
         ("data.train", [{"path": "x", "weight": 0}], "weight of x: 0.0 is out of range"),
-        ("data.train", {"path": "x", "columns": ["a"]}, "columns of x: .*not a dictionary"),
+        ("data.train", {"path": "x", "columns": ["a"]}, "columns of x: ['a'] is not a dictionary"),
         ("data.train", 3.5, "not a text"),
         ("data.columns", ["a"], "not a dictionary"),
         ("data.shuffle", "maybe", "neither true nor false"),
