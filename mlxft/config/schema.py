@@ -29,6 +29,8 @@ class DataConfig:
     revision: Optional[str] = None  # of a hub data set: branch, tag or commit
     subset: Optional[str] = None  # of a hub data set: its configuration's name
     format: str = "auto"  # auto | messages | completion | text | ... | alpaca | sharegpt
+    cache: Any = "auto"  # tokenised rows kept on disk: auto (sets of more than 4 MB) | true | false
+    num_workers: Any = "auto"  # processes that tokenise: auto (for large sets as many as cores) | a number
     on_bad_row: str = "refuse"  # refuse: the first faulty row ends the command | skip: it is counted
     max_length: int = 2048  # tokens of a row
     truncate: str = "prompt_left"  # prompt_left | right | drop | error

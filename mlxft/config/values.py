@@ -169,6 +169,11 @@ def _gigabytes(value: Any) -> float:
     return Range(0, open_low=True)(_number(value))
 
 
+def _auto_or_truth(value: Any) -> Any:
+    text = str(value).strip().lower()
+    return text if text == "auto" else _truth(value)
+
+
 def _layers(value: Any) -> str:
     text = str(value).strip().lower()
     number = text.removeprefix("last ").strip()
@@ -243,6 +248,8 @@ RULES: dict[str, Rule] = {
     "data.train": _rows,
     "data.valid": _rows,
     "data.format": one_of(choices.FORMATS),
+    "data.cache": _auto_or_truth,
+    "data.num_workers": _number_or("auto", number=lambda value: Range(0)(_whole(value)), called="a number"),
     "data.on_bad_row": one_of(choices.BAD_ROWS),
     "data.max_length": Range(2),
     "data.batch_tokens": Range(1),

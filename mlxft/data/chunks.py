@@ -4,7 +4,7 @@ What is made depends on nothing but the rows and the task, so chunks may be made
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,14 @@ from mlxft.data.formats import Form, check_same, type_row
 from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
 from mlxft.data.preferences import PairRow, UnpairedRow, type_pair, type_unpaired
 from mlxft.data.rows import AnyRow, Block, Place, block_of
-from mlxft.data.sources import Row, row_of
+from mlxft.data.sources import Part, Row, no_rows, row_of
 from mlxft.data.truncate import Limit, fit
 from mlxft.errors import InputError
 
 PLACES_KEPT = 1000  # of rows that were cut or dropped; the others are only counted
+
+_CHUNK_ROWS = 512
+_CHUNK_BYTES = 1 << 20
 
 RawRow = tuple[Place, Raw]
 
@@ -93,6 +96,38 @@ class Tally:
         """Counts a faulty row."""
         self.num_skipped += 1
         self.skipped_at[place] = str(error)
+
+
+def chunks_of(parts: Sequence[Part]) -> Iterator[list[RawRow]]:
+    """Yields the rows of a set, some at a time. Raises InputError for a part that has none."""
+    chunk: list[RawRow] = []
+    num_bytes = 0
+    try:
+        for index, part in enumerate(parts):
+            number = 0
+            for number, raw in part.rows():
+                chunk.append((Place(index, number), raw))
+                num_bytes += size_of(raw)
+                if len(chunk) == _CHUNK_ROWS or num_bytes >= _CHUNK_BYTES:
+                    yield chunk
+                    chunk, num_bytes = [], 0
+            if not number:
+                raise InputError(no_rows(part.name))
+    except InputError:
+        if chunk:
+            yield chunk  # a fault in these comes before this one
+        raise
+    if chunk:
+        yield chunk
+
+
+def size_of(raw: Any) -> int:
+    """Returns about how many bytes of text a row is."""
+    if isinstance(raw, (bytes, str)):
+        return len(raw)
+    if isinstance(raw, dict):
+        return sum(map(size_of, raw.values()))
+    return sum(map(size_of, raw)) if isinstance(raw, list) else 8
 
 
 class ChunkEncoder:

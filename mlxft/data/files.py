@@ -30,7 +30,8 @@ _READ_BYTES = 1 << 20
 _WHITE = re.compile(r"[ \t\n\r]*")
 _PARQUET_ROWS = 1024  # decoded at once
 
-Raw = bytes | dict[str, Any]  # a row as JSON text, or its values
+# A row as JSON text, its values, or why it cannot be read.
+Raw = bytes | dict[str, Any] | InputError
 
 
 class Cells(dict):
@@ -56,6 +57,10 @@ class DataFile:
     def num_bytes(self) -> int:
         """Returns the file's size."""
         return self.path.stat().st_size
+
+    def num_text_bytes(self) -> int | None:
+        """Returns about how many bytes of text its rows are, None where that is not known beforehand."""
+        return None if self.name.endswith(".gz") else self.num_bytes()
 
     def digest(self) -> str:
         """Returns a digest of all that the file holds."""
@@ -159,7 +164,7 @@ class _Text:
 class Csv(DataFile):
     """A file of values with commas between them, the first line being the columns' names; all is text."""
 
-    def rows(self) -> Iterator[tuple[int, Cells]]:
+    def rows(self) -> Iterator[tuple[int, Cells | InputError]]:
         csv.field_size_limit(sys.maxsize)
         with self.opened() as file:
             reader = csv.reader(self._lines(file), strict=True)
@@ -168,13 +173,16 @@ class Csv(DataFile):
                 if names is None:
                     names = self._checked_names(cells) if cells else None
                 elif cells:
-                    if len(cells) != len(names):
-                        raise InputError(
-                            f"{self.name}:{begin}: {len(cells)} values for {len(names)} columns "
-                            f"({', '.join(names)}). Put values with commas or line ends into quotes."
-                        )
-                    yield begin, Cells(zip(names, cells, strict=True))
+                    yield begin, self._row(names, cells, begin)
                 begin = reader.line_num + 1
+
+    def _row(self, names: list[str], cells: list[str], begin: int) -> Cells | InputError:
+        if len(cells) == len(names):
+            return Cells(zip(names, cells, strict=True))
+        return InputError(
+            f"{self.name}:{begin}: {len(cells)} values for {len(names)} columns ({', '.join(names)}). "
+            "Put values with commas or line ends into quotes."
+        )
 
     def _next(self, reader: Any, begin: int) -> list[str] | None:
         try:
@@ -201,6 +209,9 @@ class Parquet(DataFile):
     """A file of typed columns; a value that is null counts as left out."""
 
     unit = " row "
+
+    def num_text_bytes(self) -> None:
+        return None  # its columns are packed
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         import pyarrow

@@ -143,7 +143,7 @@ def check_same(row: Row, form: Form, wanted: str, first: str) -> None:
     if wanted != "auto" or not form.fits(row.values):
         return
     own = next(other for other in FORMS if other.fits(row.values))
-    if own is not form:
+    if own != form:
         raise InputError(
             f"{row.where}: this row is {_IS[own.kind]} ({listed(own.required)}), and the set's first row, "
             f"{first}, is {_IS[form.kind]} ({listed(form.required)}). Make all rows alike, or write "

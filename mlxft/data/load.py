@@ -1,22 +1,29 @@
 """From what `data.train` names to rows for training: read, checked, encoded and fitted, with a report."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mlxft.config.choices import TRAIN_ON
 from mlxft.config.schema import DataConfig
-from mlxft.data.chunks import ChunkEncoder, RawRow, Tally, Task
+from mlxft.data import cache
+from mlxft.data.chunks import ChunkEncoder, Tally, Task, chunks_of
 from mlxft.data.example import Example, Pair, Unpaired
 from mlxft.data.formats import OBJECTIVES, Form, check_columns, check_kind, find_form
 from mlxft.data.mixture import Mixture, mixture_of
+from mlxft.data.progress import Bar
 from mlxft.data.report import DataReport
-from mlxft.data.rows import Block, Place, TokenRows
+from mlxft.data.rows import Block, TokenRows
 from mlxft.data.sources import Part, Row, RowSet, check_columns_exist, no_rows, row_of, sets_of
 from mlxft.data.truncate import Limit
+from mlxft.data.workers import Workers, num_cores
 from mlxft.errors import InputError
 
-_CHUNK_ROWS = 256
+log = logging.getLogger("mlxft")
+
+_KEPT_BYTES = 4 << 20  # tokenised within a second or two: not worth a file
+_WORTH_WORKERS_BYTES = 32 << 20  # a process takes a second or two to start
 
 
 def load_for(
@@ -75,7 +82,7 @@ def _load(
     for rows in sets:
         parts = rows.parts()
         task = make_task(kind, rows, parts, cfg, tokenizer, vocab_size)
-        made, tally = _made(task, parts, tokenizer)
+        made, tally = _made(task, parts, cfg, tokenizer, rows.name)
         blocks += made
         sizes.append(sum(map(len, made)))
         tasks.append(task)
@@ -150,26 +157,46 @@ def _first(
     raise fault or InputError(no_rows(parts[0].name))
 
 
-def _made(task: Task, parts: list[Part], tokenizer: Any) -> tuple[list[Block], Tally]:
-    encode, tally, blocks = ChunkEncoder(task, tokenizer), Tally(), []
-    for chunk in chunks_of(parts):
-        block, more = encode(chunk)
+def _made(
+    task: Task, parts: list[Part], cfg: DataConfig, tokenizer: Any, name: str
+) -> tuple[list[Block], Tally]:
+    """Returns a set's rows and what became of them; of a large set from the disk, where they are kept."""
+    num_bytes = sum(part.num_bytes() for part in parts)
+
+    def made() -> Iterator[tuple[Block, Tally]]:
+        number = num_workers(cfg, num_bytes)
+        texts = [part.num_text_bytes() for part in parts]
+        bar = Bar(name, None if None in texts else sum(texts))
+        chunks = bar.counted(chunks_of(parts))
+        if not number:
+            yield from bar.followed(map(ChunkEncoder(task, tokenizer), chunks))
+            return
+        with Workers(number, task, tokenizer) as workers:
+            yield from bar.followed(workers.made(chunks))
+
+    wanted = num_bytes >= _KEPT_BYTES if cfg.cache == "auto" else cfg.cache
+    key = cache.key_of(task, [part.digest() for part in parts], tokenizer) if wanted else None
+    if key is not None:
+        found = cache.kept(key, task.names)
+        if found is not None:
+            log.info("%s: tokenised rows as kept in %s", name, cache.folder())
+            return found
+        try:
+            cache.keep(key, task.kind, made())
+            found = cache.kept(key, task.names)
+        except OSError as error:
+            log.warning("tokenised rows are not kept for later: %s", error)
+        if found is not None:
+            return found
+    blocks, tally = [], Tally()
+    for block, more in made():
         blocks.append(replace(block, names=task.names))
         tally.add(more)
     return blocks, tally
 
 
-def chunks_of(parts: Sequence[Part]) -> Iterator[list[RawRow]]:
-    """Yields the rows of a set, some at a time. Raises InputError for a part that has none."""
-    chunk: list[RawRow] = []
-    for index, part in enumerate(parts):
-        number = 0
-        for number, raw in part.rows():
-            chunk.append((Place(index, number), raw))
-            if len(chunk) == _CHUNK_ROWS:
-                yield chunk
-                chunk = []
-        if not number:
-            raise InputError(no_rows(part.name))
-    if chunk:
-        yield chunk
+def num_workers(cfg: DataConfig, num_bytes: int) -> int:
+    """Returns how many processes tokenise so many bytes; 0: this one alone, with the tokenizer's threads."""
+    if cfg.num_workers != "auto":
+        return cfg.num_workers
+    return num_cores() if num_bytes >= _WORTH_WORKERS_BYTES else 0

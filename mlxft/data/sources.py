@@ -46,6 +46,9 @@ class Part(Protocol):
     def num_bytes(self) -> int:
         """Returns how large it is."""
 
+    def num_text_bytes(self) -> int | None:
+        """Returns about how many bytes of text its rows are, None where that is not known beforehand."""
+
     def digest(self) -> str:
         """Returns what changes when its rows do."""
 
@@ -191,8 +194,10 @@ def first_row(source: Any, cfg: DataConfig) -> Row:
 def row_of(raw: Raw, where: str, columns: Mapping[str, str]) -> Row:
     """Returns a row as it stands in a file under our names; a mapped column wins over one of our name.
 
-    Raises: InputError if it is text that is no JSON object.
+    Raises: InputError if it is text that is no JSON object, or could not be read.
     """
+    if isinstance(raw, InputError):
+        raise raw
     values = parse_row(raw, where) if isinstance(raw, bytes) else raw
     renamed = _renamed(values, columns) if columns else values
     return Row(_typed(renamed) if isinstance(raw, Cells) else renamed, where)
