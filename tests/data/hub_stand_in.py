@@ -1,0 +1,97 @@
+"""A server that stands in for the Hugging Face hub, with one data set in it."""
+
+import contextlib
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Serves the folder `server.folder` as the data set owner/name, by the hub's API and file routes."""
+
+    def do_HEAD(self):
+        self.respond(send_body=False)
+
+    def do_GET(self):
+        self.respond(send_body=True)
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        files = self.files()
+        entries = [entry(files[path], path) for path in asked.get("paths", []) if path in files]
+        self.send(200, {}, json.dumps(entries).encode(), True)
+
+    def files(self):
+        return {
+            str(path.relative_to(self.server.folder)): path
+            for path in sorted(self.server.folder.rglob("*"))
+            if path.is_file()
+        }
+
+    def respond(self, send_body):
+        path = self.path.split("?")[0].strip("/").split("/")
+        self.server.asked.append(self.path)
+        files = self.files()
+        if path[:4] != ["api", "datasets", "owner", "name"] and path[:3] != ["datasets", "owner", "name"]:
+            answer = 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+        elif path[0] == "api" and path[4:5] == ["tree"]:
+            answer = 200, {}, json.dumps([entry(file, name) for name, file in files.items()]).encode()
+        elif path[0] == "api" and (path[4:] == [] or path[4:] in (["revision", "main"], ["revision", COMMIT])):
+            siblings = [{"rfilename": name} for name in files]
+            answer = 200, {}, json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path[0] == "api":
+            answer = 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        elif "/".join(path[5:]) in files:
+            file = files["/".join(path[5:])]
+            headers = {"ETag": f'"{digest(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            answer = self.ranged(headers, file.read_bytes())
+        else:
+            answer = 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
+        self.send(*answer, send_body)
+
+    def ranged(self, headers, body):
+        wanted = self.headers.get("Range")
+        if not wanted:
+            return 200, headers, body
+        first, last = wanted.removeprefix("bytes=").split("-")
+        part = body[int(first) : int(last) + 1 if last else None]
+        place = f"bytes {first}-{int(first) + len(part) - 1}/{len(body)}"
+        return 206, headers | {"Content-Range": place}, part
+
+    def send(self, status, headers, body, send_body):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if send_body:
+            self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def entry(file: Path, name: str) -> dict:
+    return {"type": "file", "path": name, "size": file.stat().st_size, "oid": digest(file)}
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def stand_in(folder: Path):
+    """Yields (address, what was asked of it)."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.folder, server.asked = folder, []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", server.asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
