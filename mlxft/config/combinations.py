@@ -6,6 +6,7 @@ from typing import Any
 
 from mlxft.config.choices import LOSS_KEYS, OPTIMIZERS, PAIR_OBJECTIVES, SMOOTHED_VARIANTS
 from mlxft.config.keys import Key, is_missing
+from mlxft.data.sources import on_hub
 from mlxft.resources import bundled_data, folder
 
 Found = Iterator[tuple[str, str]]
@@ -20,6 +21,7 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     yield from _steps(settings)
     yield from _rows(settings, given)
     yield from _sources(settings, given)
+    yield from _streaming(settings, given)
     yield from _objective(settings, given)
     yield from _segments(settings, given)
     yield from _loss(settings, given)
@@ -51,12 +53,12 @@ def _rows(settings: Mapping[str, Any], given: set[str]) -> Found:
 def _sources(settings: Mapping[str, Any], given: set[str]) -> Found:
     """Keys of hub data sets without one, and weights that mix nothing or cannot be kept to."""
     sources = [*_paths(settings["data.train"]), *_paths(settings["data.valid"])]
-    on_hub = any(_may_be_on_hub(path) for path in sources)
+    names_hub = any(on_hub(path) for path in sources)
     for name in sorted({"data.revision", "data.subset"} & given):
-        if not on_hub:
+        if not names_hub:
             yield name, "it is of data sets on the hub, and none is named; leave it out"
     folders = [path for path in _paths(settings["data.train"]) if Path(path).expanduser().is_dir()]
-    if "data.split" in given and not on_hub and not folders:
+    if "data.split" in given and not names_hub and not folders:
         yield "data.split", "it is of data sets on the hub and of folders, and none is named; leave it out"
     if _has_weights(settings["data.valid"]):
         yield "data.valid", "every row is validated with once, whatever its set; leave weight out"
@@ -70,6 +72,29 @@ def _sources(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "data.batch_tokens", "rows are put together once for all epochs, so weights cannot be kept to"
 
 
+def _streaming(settings: Mapping[str, Any], given: set[str]) -> Found:
+    """What needs all rows at once, and so cannot be had of a stream."""
+    if not settings["data.streaming"]:
+        if "data.buffer" in given:
+            yield "data.buffer", "it is of streamed rows; give data.streaming=true, or leave it out"
+        return
+    if settings["trainer.max_steps"] is None:
+        yield "trainer.max_steps", "how many rows a stream has is not known, so say how many steps to train"
+    if "trainer.epochs" in given:
+        yield "trainer.epochs", "how many rows a stream has is not known; give trainer.max_steps"
+    for name in sorted({"data.cache", "data.num_workers"} & given):
+        yield name, "streamed rows are tokenised as they are needed and not kept; leave it out"
+    if settings["data.batch_tokens"] is not None:
+        yield "data.batch_tokens", "rows of a stream are not known beforehand; give data.batch_size"
+    if _has_weights(settings["data.train"]):
+        yield "data.train", "a stream is read from its beginning to its end; leave weight out"
+    objective = settings["trainer.objective"]
+    if objective == "kto":
+        yield "trainer.objective", "kto takes other rows' answers, which a stream does not have; use dpo"
+    elif "reference_scored" in LOSS_KEYS[objective] and settings["loss.reference_scored"] == "once":
+        yield "loss.reference_scored", "a stream's rows are not scored beforehand; give every_step"
+
+
 def _has_weights(value: Any) -> bool:
     entries = value if isinstance(value, list) else [value]
     return any(isinstance(entry, Mapping) and "weight" in entry for entry in entries)
@@ -80,13 +105,6 @@ def _paths(value: Any) -> Iterator[str]:
     for entry in value if isinstance(value, list) else [value]:
         named = entry["path"] if isinstance(entry, Mapping) else entry
         yield from named if isinstance(named, list) else [named] if isinstance(named, str) else []
-
-
-def _may_be_on_hub(path: str) -> bool:
-    """Tells whether a name that leads nowhere here is written as a data set on the hub is."""
-    from mlxft.data.sources import is_hub_id
-
-    return not Path(path).expanduser().exists() and is_hub_id(path)
 
 
 def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
@@ -188,5 +206,5 @@ def _absent_data(file: str) -> Iterator[str]:
         if not bundled_data(bundled).is_file():
             there = sorted(path.name for path in (folder("recipes") / "data").glob("*.json*"))
             yield f"no data called {bundled} comes with mlxft; there is {', '.join(there) or 'none'}"
-    elif not Path(file).expanduser().exists() and not _may_be_on_hub(file):
+    elif not Path(file).expanduser().exists() and not on_hub(file):
         yield f"there is no file {file}; paths are taken from {Path.cwd()}"

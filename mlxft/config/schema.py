@@ -37,6 +37,8 @@ class DataConfig:
     batch_size: int = 4  # rows of a micro-batch
     batch_tokens: Optional[int] = None  # with packed: as many rows as fit so many tokens, not batch_size
     shuffle: bool = True  # false: in file order
+    streaming: bool = False  # rows are read and tokenised as they are needed, never held all at once
+    buffer: int = 4096  # of streaming: rows that are shuffled and sorted by length together
     train_on: str = "assistant"  # whose turns are targets: assistant | last_assistant | all
     columns: dict[str, str] = field(default_factory=dict)  # {our name: their name}
 

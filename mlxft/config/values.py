@@ -248,6 +248,7 @@ RULES: dict[str, Rule] = {
     "data.train": _rows,
     "data.valid": _rows,
     "data.format": one_of(choices.FORMATS),
+    "data.buffer": Range(1),
     "data.cache": _auto_or_truth,
     "data.num_workers": _number_or("auto", number=lambda value: Range(0)(_whole(value)), called="a number"),
     "data.on_bad_row": one_of(choices.BAD_ROWS),

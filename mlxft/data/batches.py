@@ -82,6 +82,14 @@ class BatchOrder:
         return max(self.epoch(0), key=lambda rows: len(rows) * int(self._lengths[rows].max()))
 
 
+class SampleOrder(BatchOrder):
+    """The order of the first rows of many, with one more after them that is as long as any may be."""
+
+    def longest(self) -> list[int]:
+        """Returns the place of the row after the others, as often as a batch has rows."""
+        return [len(self._lengths)] * self._batch_size
+
+
 class PackedOrder:
     """Micro-batches of up to `batch_tokens` forwarded positions, whatever number of rows that is.
 

@@ -21,7 +21,7 @@ from mlxft.errors import InputError
 
 PLACES_KEPT = 1000  # of rows that were cut or dropped; the others are only counted
 
-_CHUNK_ROWS = 512
+CHUNK_ROWS = 512
 _CHUNK_BYTES = 1 << 20
 
 RawRow = tuple[Place, Raw]
@@ -98,8 +98,8 @@ class Tally:
         self.skipped_at[place] = str(error)
 
 
-def chunks_of(parts: Sequence[Part]) -> Iterator[list[RawRow]]:
-    """Yields the rows of a set, some at a time. Raises InputError for a part that has none."""
+def chunks_of(parts: Sequence[Part], size: int = CHUNK_ROWS) -> Iterator[list[RawRow]]:
+    """Yields the rows of a set, `size` at a time or fewer. Raises InputError for a part that has none."""
     chunk: list[RawRow] = []
     num_bytes = 0
     try:
@@ -108,7 +108,7 @@ def chunks_of(parts: Sequence[Part]) -> Iterator[list[RawRow]]:
             for number, raw in part.rows():
                 chunk.append((Place(index, number), raw))
                 num_bytes += size_of(raw)
-                if len(chunk) == _CHUNK_ROWS or num_bytes >= _CHUNK_BYTES:
+                if len(chunk) == size or num_bytes >= _CHUNK_BYTES:
                     yield chunk
                     chunk, num_bytes = [], 0
             if not number:

@@ -1,6 +1,6 @@
 """One training row as tokens with masks; plain numpy, no model needed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import numpy as np
@@ -30,6 +30,11 @@ class Example:
     def num_supervised(self) -> int:
         """Targets; nothing predicts the first token, so it is none."""
         return int(self.mask[1:].sum())
+
+
+    def stretched(self, length: int) -> "Example":
+        """Returns a row of `length` tokens with about the same share supervised, to measure with."""
+        return Example(np.resize(self.tokens, length), np.resize(self.mask, length), self.where)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,21 @@ class Pair:
         """Targets of both answers."""
         return int(self.chosen_mask.sum() + self.rejected_mask.sum())
 
+    def stretched(self, length: int) -> "Pair":
+        """Returns a pair whose prompt and longer answer have `length` tokens, to measure with."""
+        prompt = max(length * len(self.prompt) // self.length, 1)
+        sizes = [max(length * len(each) // self.length, 1) for each in (self.chosen, self.rejected)]
+        sizes = [size + length - prompt - max(sizes) if size == max(sizes) else size for size in sizes]
+        chosen, rejected = sizes
+        return Pair(
+            np.resize(self.prompt, prompt),
+            np.resize(self.chosen, chosen),
+            np.resize(self.rejected, rejected),
+            np.resize(self.chosen_mask, chosen),
+            np.resize(self.rejected_mask, rejected),
+            self.where,
+        )
+
     @property
     def is_identical(self) -> bool:
         """Whether the answers are the same, so that there is nothing to prefer."""
@@ -89,6 +109,19 @@ class Unpaired:
     other: Optional[np.ndarray] = None
     other_mask: Optional[np.ndarray] = None
     ref_logps: Optional[tuple[float, float]] = None
+
+    def stretched(self, length: int) -> "Unpaired":
+        """Returns a row of `length` tokens, prompt and answer in proportion, to measure with."""
+        prompt = max(length * len(self.prompt) // self.length, 1)
+        answer = max(length - prompt, 1)
+        return replace(
+            self,
+            prompt=np.resize(self.prompt, prompt),
+            completion=np.resize(self.completion, answer),
+            completion_mask=np.resize(self.completion_mask, answer),
+            other=None if self.other is None else np.resize(self.other, answer),
+            other_mask=None if self.other_mask is None else np.resize(self.other_mask, answer),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -67,13 +67,13 @@ def hub_split(path: str, rows: "RowSet", streaming: bool) -> HubSplit:
     if not sys.stderr or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     refusal = _refusal(path, rows.revision)
-    if refusal is not None and streaming:
-        raise InputError(f"{path}: {refusal}, and a data set is streamed from there. Leave out data.streaming.")
     if refusal is not None:
+        streaming = False  # a copy can be gone through as well
         log.info("%s; a copy in the cache of data sets is used, if there is one", refusal)
     try:
         with _offline(refusal is not None):
             builder = datasets.load_dataset_builder(path, rows.subset, revision=rows.revision)
+            _check_revision(path, rows.revision, builder.hash if refusal else None)
             if not streaming:
                 builder.download_and_prepare()
             split = _split_of(path, rows, list(builder.info.splits or builder.config.data_files or ()))
@@ -87,6 +87,15 @@ def hub_split(path: str, rows: "RowSet", streaming: bool) -> HubSplit:
             f"{path}: there is no such file or folder, and no data set of that name can be had from the hub: "
             f"{reason}."
         ) from error
+
+
+def _check_revision(path: str, revision: str | None, kept: str | None) -> None:
+    """Raises InputError if the cache has another revision (`kept`, a commit) than the one that is wanted."""
+    if kept is not None and revision is not None and not kept.startswith(revision):
+        raise InputError(
+            f"{path}: revision {revision!r} cannot be had from the hub, and the cache of data sets has "
+            f"{kept}. Give that one, or leave the revision out."
+        )
 
 
 def _split_of(path: str, rows: "RowSet", names: list[str]) -> str:

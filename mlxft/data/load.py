@@ -16,6 +16,7 @@ from mlxft.data.progress import Bar
 from mlxft.data.report import DataReport
 from mlxft.data.rows import Block, TokenRows
 from mlxft.data.sources import Part, Row, RowSet, check_columns_exist, no_rows, row_of, sets_of
+from mlxft.data.stream import RowStream
 from mlxft.data.truncate import Limit
 from mlxft.data.workers import Workers, num_cores
 from mlxft.errors import InputError
@@ -33,8 +34,7 @@ def load_for(
 
     validates: the source is data.valid. Other arguments and errors as `load_examples`.
     """
-    kind = next(kind for kind, objectives in OBJECTIVES.items() if objective in objectives)
-    return _load(kind, sets_of(source, cfg, validates), cfg, tokenizer, vocab_size)
+    return _load(kind_for(objective), sets_of(source, cfg, validates), cfg, tokenizer, vocab_size)
 
 
 def load_examples(
@@ -87,14 +87,71 @@ def _load(
         sizes.append(sum(map(len, made)))
         tasks.append(task)
         tallies.append(tally)
-    formats = dict.fromkeys(task.form.format for task in tasks)
-    name = sets[0].name if len(sets) == 1 else f"{sets[0].name} and {len(sets) - 1} more"
-    report = DataReport(name, " and ".join(formats), cfg.max_length, kind)
+    report = _report(kind, sets, cfg)
     for task, tally in zip(tasks, tallies, strict=True):
         report.add(task, tally)
     rows = TokenRows(blocks, sizes)
     report.close(rows, cfg)
     return rows, report
+
+
+def load_first(
+    objective: str, source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int, validates: bool = False,
+    number: int = 1,
+) -> tuple[TokenRows, DataReport]:  # fmt: skip
+    """Returns the first `number` rows that are left of each set, and what became of those read for it.
+
+    Other arguments and errors as `load_for`.
+    """
+    kind = kind_for(objective)
+    _check_settings(kind, cfg)
+    sets = sets_of(source, cfg, validates)
+    report = _report(kind, sets, cfg)
+    blocks: list[Block] = []
+    for rows in sets:
+        parts = rows.parts(streaming=True)
+        task = make_task(kind, rows, parts, cfg, tokenizer, vocab_size)
+        encode, left = ChunkEncoder(task, tokenizer), number
+        for chunk in chunks_of(parts, number):
+            block, tally = encode(chunk)
+            report.add(task, tally)
+            blocks.append(replace(block, names=task.names))
+            left -= len(block)
+            if left <= 0:
+                break
+    report.source = f"the first rows of {report.source}"
+    made = TokenRows(blocks)
+    report.close(made, cfg)
+    return made, report
+
+
+def is_large(source: Any, cfg: DataConfig, validates: bool = False) -> bool:
+    """Tells whether going through all rows takes more than a moment, or cannot be told."""
+    sets = sets_of(source, cfg, validates)
+    if cfg.streaming and not validates or any(rows.is_on_hub for rows in sets):
+        return True
+    return sum(part.num_bytes() for rows in sets for part in rows.parts()) >= _KEPT_BYTES
+
+
+def _report(kind: str, sets: list[RowSet], cfg: DataConfig) -> DataReport:
+    name = sets[0].name if len(sets) == 1 else f"{sets[0].name} and {len(sets) - 1} more"
+    return DataReport(name, "", cfg.max_length, kind)
+
+
+def stream_for(objective: str, cfg: DataConfig, tokenizer: Any, vocab_size: int) -> RowStream:
+    """Returns the rows of `cfg.train` as a stream; arguments and errors as `load_for`."""
+    kind = kind_for(objective)
+    _check_settings(kind, cfg)
+    sets = sets_of(cfg.train, cfg)
+    if len(sets) > 1:
+        raise InputError("data.train: a stream is one set of rows. Name files without keys of their own.")
+    parts = sets[0].parts(streaming=True)
+    return RowStream(make_task(kind, sets[0], parts, cfg, tokenizer, vocab_size), parts, tokenizer)
+
+
+def kind_for(objective: str) -> str:
+    """Returns what rows become for an objective: examples, pairs or unpaired."""
+    return next(kind for kind, objectives in OBJECTIVES.items() if objective in objectives)
 
 
 def mixture_in(rows: TokenRows, cfg: DataConfig, seed: int) -> Mixture | None:

@@ -4,7 +4,6 @@ import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -15,8 +14,9 @@ from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config, PreviewConfig
 from mlxft.data.batches import order_of, packed_sizes
 from mlxft.data.example import Example, Pair, Unpaired
-from mlxft.data.load import load_for, mixture_in
+from mlxft.data.load import is_large, load_first, load_for, mixture_in
 from mlxft.data.report import DataReport
+from mlxft.data.rows import TokenRows
 from mlxft.data.token_text import TokenReader
 from mlxft.errors import EXIT_DONE
 from mlxft.models.load import load_tokenizer, vocabulary_size
@@ -63,10 +63,10 @@ def main(overrides: list[str]) -> int:
     tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
     source = config.data.train if wanted.split == "train" else config.data.valid
     validates, vocabulary = wanted.split == "valid", vocabulary_size(folder)
-    rows, report = load_for(
-        config.trainer.objective, source, config.data, tokenizer, vocabulary, validates
-    )
-    ends = _ending(rows, report, config, wanted)  # first: it may find fault
+    arguments = (config.trainer.objective, source, config.data, tokenizer, vocabulary, validates)
+    is_whole = not is_large(source, config.data, validates)
+    rows, report = load_for(*arguments) if is_whole else load_first(*arguments, number=wanted.rows)
+    ends = _ending(rows, report, config, wanted, is_whole)  # first: it may find fault
     preview = _Preview(config, wanted, TokenReader(tokenizer), report)
     preview.begin(len(rows))
     for row in rows[: wanted.rows]:
@@ -75,15 +75,17 @@ def main(overrides: list[str]) -> int:
     return EXIT_DONE
 
 
-def _ending(rows: Sequence[Any], report: DataReport, config: Config, wanted: PreviewConfig) -> list[str]:
-    """Returns what training logs of all the rows, and where those stand that it leaves out."""
+def _ending(
+    rows: TokenRows, report: DataReport, config: Config, wanted: PreviewConfig, is_whole: bool
+) -> list[str]:
+    """Returns what training logs of the rows, and where those stand that it leaves out."""
     name = "training rows" if wanted.split == "train" else "validation rows"
     lines = [f"{name}: {line}" for line in report.lines()]
     for where, reason in list(report.dropped_at.items())[:_DROPPED_SHOWN]:
         lines.append(f"dropped: {where}: {reason}")
     if len(report.dropped_at) > _DROPPED_SHOWN:
         lines.append(f"dropped: ... and {len(report.dropped_at) - _DROPPED_SHOWN:,} more")
-    if config.trainer.layout == "packed":
+    if config.trainer.layout == "packed" and is_whole:
         seed = config.trainer.seed
         mixture = mixture_in(rows, config.data, seed) if wanted.split == "train" else None
         order = order_of(rows, config.data, seed, mixture)

@@ -48,6 +48,8 @@ class DataReport:
 
     def add(self, task: Task, tally: Tally) -> None:
         """Adds what became of a set's rows."""
+        if task.form.format not in self.format.split(" and "):
+            self.format = " and ".join(filter(None, (self.format, task.form.format)))
         self.num_rows += tally.num_rows
         self.num_skipped += tally.num_skipped
         self.num_unended += tally.num_unended
@@ -80,7 +82,11 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """Returns the report as short sentences, sizes in the first two; what did not happen is left out."""
-        lines = self._sizes()
+        return self._sizes() + self.events()
+
+    def events(self) -> list[str]:
+        """Returns what became of rows that could not stay as they are, as short sentences."""
+        lines = []
         if self.truncated:
             lines.append(
                 f"cut to {self.limit:,} tokens (data.max_length): {_rows(sum(self.truncated.values()))}, "

@@ -74,6 +74,11 @@ class RowSet:
         """What a report calls it."""
         return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
 
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether any of it is a data set on the hub."""
+        return any(on_hub(path) for path in self.paths)
+
     def parts(self, streaming: bool = False) -> list[Part]:
         """Returns the files and hub splits, in order. Raises: InputError for one that is not there."""
         return [part for path in self.paths for part in self._parts(path, streaming)]
@@ -88,14 +93,12 @@ class RowSet:
                 raise InputError(no_rows(part.name))
 
     def _parts(self, path: str, streaming: bool) -> list[Part]:
-        if not path.startswith(BUNDLED):
-            local = path_of(path)
-            if local.is_dir():
-                return [data_file(name) for name in self._files(path, local)]
-            if not local.exists() and is_hub_id(path):
-                from mlxft.data.hub import hub_split
+        if on_hub(path):
+            from mlxft.data.hub import hub_split
 
-                return [hub_split(path, self, streaming)]
+            return [hub_split(path, self, streaming)]
+        if path_of(path).is_dir():
+            return [data_file(name) for name in self._files(path, path_of(path))]
         return [data_file(path)]
 
     def _files(self, name: str, folder: Path) -> list[str]:
@@ -137,9 +140,10 @@ def _split_of(path: Path) -> str:
     return ""
 
 
-def is_hub_id(path: str) -> bool:
-    """Tells whether `path` is written as a data set on the hub is, owner/name, and not as a file of rows."""
-    return _HUB_ID.fullmatch(path) is not None and suffix_of(Path(path)) not in SUFFIXES
+def on_hub(path: str) -> bool:
+    """Tells whether a name leads nowhere here and is written as a data set on the hub is, owner/name."""
+    is_id = _HUB_ID.fullmatch(path) is not None and suffix_of(Path(path)) not in SUFFIXES
+    return is_id and not path_of(path).exists()
 
 
 def sets_of(source: Any, cfg: DataConfig, validates: bool = False) -> list[RowSet]:

@@ -24,7 +24,7 @@ from mlxft.planning.shape import ModelShape, shape_in
 from mlxft.planning.workload import Workload, longest_batch, median_batch, workload
 from mlxft.segmented.build import GradientPlan
 from mlxft.training import objectives
-from mlxft.training.inputs import in_windows, load_rows
+from mlxft.training.inputs import windows_to_plan
 from mlxft.training.layout_choice import choose_layout
 
 _MOST_POSITIONS = 2**20  # that a row is thought to have
@@ -158,12 +158,11 @@ def survey(config: Config) -> Survey:
     named = config.loss.reference
     reference = folder if named in ("base", "start") else local_folder(named, key="loss.reference")
     tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
-    loaded = load_rows(config, tokenizer, vocabulary_size(folder))
-    rows, windows = loaded.train, in_windows(config, loaded)
+    windows = windows_to_plan(config, tokenizer, vocabulary_size(folder))
     shape = shape_in(config, folder)
     layout = config.trainer.layout
     if layout == "auto":
-        layout = choose_layout(config.trainer.objective, rows, shape.view.layouts)
+        layout = choose_layout(config.trainer.objective, windows.rows, shape.view.layouts)
     asked = config.trainer.gradient
     shape.view.require(layout, "whole" if asked == "auto" else asked)
     objective = objectives.build(config, Arranger(layout, shape_multiple()))

@@ -1,6 +1,7 @@
 """What a run trains, and on what: the rows first, since a wrong one is told before a model is read."""
 
 import logging
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,36 +9,43 @@ from typing import Any, Optional
 
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
-from mlxft.data.batches import order_of, packed_sizes
+from mlxft.data.batches import BatchOrder, PackedOrder, SampleOrder, order_of, packed_sizes
 from mlxft.data.fingerprint import fingerprint
-from mlxft.data.load import load_for, mixture_in
+from mlxft.data.load import is_large, load_first, load_for, mixture_in, stream_for
 from mlxft.data.mixture import Mixture
-from mlxft.data.rows import TokenRows
+from mlxft.data.rows import TokenRows, sizes_of
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
 from mlxft.training.layout_choice import log_tokens
 from mlxft.training.objectives.common import Row
 from mlxft.training.objectives.unpaired import mismatch
+from mlxft.training.stream_windows import StreamWindows
 from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
+
+_SAMPLED_ROWS = 1000  # of a large set, to plan with
 
 
 @dataclass(frozen=True)
 class Rows:
     """The rows to train on and those to validate with, which may be none.
 
-    mixture: how often those to train on are seen, where sets have weights.
+    mixture: how often those to train on are seen, where sets have weights. stream: where those to train on
+    are read as they are needed; `train` then has the first of them.
     """
 
     train: Sequence[Row]
     valid: Sequence[Row]
     mixture: Optional[Mixture] = None
+    stream: Optional[StreamWindows] = None
 
     def fingerprints(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
         train = fingerprint(self.train)
+        if self.stream:
+            train += " " + ",".join(map(str, self.stream.source_sizes))
         if self.mixture:
             train += " " + ",".join(map(str, self.mixture.counts))
         return {"train": train, "valid": fingerprint(self.valid) if self.valid else None}
@@ -56,6 +64,10 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
             log.info("%s: %s", name, line)
         return rows
 
+    if data.streaming:
+        stream = _stream(config, tokenizer, vocabulary)
+        valid = loaded(data.valid, "validation rows", True) if data.valid is not None else []
+        return Rows(stream.sample, valid, stream=stream)
     train = loaded(data.train, "training rows", False)
     mixture = mixture_in(train, data, config.trainer.seed)
     for line in mixture.lines() if mixture else ():
@@ -66,17 +78,55 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     return Rows(train, valid, mixture)
 
 
-def in_windows(config: Config, loaded: Rows) -> Windows:
+def _stream(config: Config, tokenizer: Any, vocabulary: int) -> StreamWindows:
+    data = config.data
+    stream = stream_for(config.trainer.objective, data, tokenizer, vocabulary)
+    windows = StreamWindows(stream, data, config.trainer.accumulate, config.trainer.seed)
+    lengths = [row.length for row in windows.sample]
+    log.info(
+        "training rows: read as they are needed; the first %s: median %s, longest %s tokens",
+        *(f"{number:,.0f}" for number in (len(lengths), statistics.median(lengths), max(lengths))),
+    )
+    return windows
+
+
+def in_windows(config: Config, loaded: Rows) -> Windows | StreamWindows:
     """Returns the rows to train on in micro-batches and windows; logs what a layout that was asked for gives.
 
     Raises: InputError as `order_of`.
     """
+    if loaded.stream is not None:
+        return loaded.stream
     rows = loaded.train
     order = order_of(rows, config.data, config.trainer.seed, loaded.mixture)
     if config.trainer.layout == "packed":
         log.info("layout: packed; %s", packed_sizes(rows, order, shape_multiple()))
     elif config.trainer.layout == "prefix_shared":
         log_tokens("prefix_shared", rows)
+    return Windows(rows, order, config.trainer.accumulate)
+
+
+def windows_to_plan(config: Config, tokenizer: Any, vocabulary: int) -> Windows:
+    """Returns the rows to train on as `in_windows` does; of a large set only the first, and one more.
+
+    That one is as long as `data.max_length` allows, since the longest row of the set is not known.
+
+    Raises: InputError with file and line.
+    """
+    data, objective = config.data, config.trainer.objective
+    if not is_large(data.train, data):
+        return in_windows(config, load_rows(config, tokenizer, vocabulary))
+    first, report = load_first(objective, data.train, data, tokenizer, vocabulary, number=_SAMPLED_ROWS)
+    for line in report.lines():
+        log.info("training rows: %s", line)
+    log.info("training rows: the longest is taken to have data.max_length=%d tokens", data.max_length)
+    rows: list[Row] = mismatch(first, data.max_length) if objective == "kto" else list(first)
+    room = data.max_length if data.batch_tokens is None else min(data.max_length, data.batch_tokens + 1)
+    rows.append(max(rows, key=lambda row: row.length).stretched(room))
+    if data.batch_tokens is not None:
+        order: BatchOrder | PackedOrder = order_of(rows, data, config.trainer.seed)
+    else:
+        order = SampleOrder(sizes_of(first, "num_tokens"), data.batch_size, data.shuffle, config.trainer.seed)
     return Windows(rows, order, config.trainer.accumulate)
 
 

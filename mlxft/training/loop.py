@@ -202,7 +202,8 @@ class Loop:
         self._check_weights()
         self.metrics.sync()
         arrays = None if self.config.trainer.save_only_adapter else self.stepper.update.state()
-        self.store.save({**asdict(progress), **self.identity}, arrays, self.write_adapter)
+        state = {**asdict(progress), **self.identity, **self.windows.state()}
+        self.store.save(state, arrays, self.write_adapter)
         self.saved_step = progress.step
 
     def _check_weights(self) -> None:

@@ -41,6 +41,8 @@ _FIXED = (
     "data.batch_size",
     "data.batch_tokens",
     "data.shuffle",
+    "data.streaming",
+    "data.buffer",
     "trainer.objective",
     "trainer.accumulate",
     "trainer.seed",
@@ -48,12 +50,17 @@ _FIXED = (
     "optimizer.name",
 )
 # Judged by what came of them: the rows' tokens, the adapter's layers, rank and scale.
-_OF_ROWS = ("data.train", "data.format", "data.max_length", "data.truncate", "data.train_on", "data.columns")
+_OF_ROWS = (
+    "data.train", "data.split", "data.revision", "data.subset", "data.format", "data.on_bad_row",
+    "data.max_length", "data.truncate", "data.train_on", "data.columns",
+)  # fmt: skip
 _OF_ADAPTER = ("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.layers", "adapter.init_from")
 _JUDGED_LATER = _OF_ROWS + _OF_ADAPTER + ("data.valid",)
 # These say where, whether and how often something is written; training is the same with any of them.
 _WITHOUT_EFFECT = (
     "run.dir",
+    "data.cache",
+    "data.num_workers",
     "trainer.resume",
     "trainer.keep",
     "trainer.save_every",
@@ -86,6 +93,8 @@ def _located(value: Any, folder: Path) -> Any:
     if isinstance(value, str):
         path = folder / value
         return str(path.resolve()) if path.exists() else value
+    if isinstance(value, Mapping):  # a set of rows with keys of its own
+        return {**value, "path": _located(value["path"], folder)}
     if isinstance(value, Sequence):
         located = [_located(item, folder) for item in value]
         return located[0] if len(located) == 1 else located

@@ -110,6 +110,8 @@ class _Run:
             start.continuation.check_rows(self.rows.fingerprints())
         self.windows = in_windows(config, self.rows)
         self.total_steps = self.windows.total_steps(config.trainer.max_steps, config.trainer.epochs)
+        if start.continuation:
+            self.windows.begin(start.continuation.checkpoint.state)
         if start.step > self.total_steps:
             raise InputError(
                 f"{start.continuation.checkpoint.folder} has {start.step} steps done, and the run is to have "

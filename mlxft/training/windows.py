@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 import numpy as np
 
@@ -32,6 +32,13 @@ class Windows:
         epoch, window = divmod(step, self._per_epoch)
         batches = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
         return [[self.rows[i] for i in batch] for batch in batches]
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a resume has to know beside the step: nothing."""
+        return {}
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Takes up what a checkpoint's state says: nothing."""
 
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
         """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""

@@ -40,7 +40,7 @@ class _Hub(BaseHTTPRequestHandler):
             answer = 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
         elif path[0] == "api" and path[4:5] == ["tree"]:
             answer = 200, {}, json.dumps([entry(file, name) for name, file in files.items()]).encode()
-        elif path[0] == "api" and (path[4:] == [] or path[4:] in (["revision", "main"], ["revision", COMMIT])):
+        elif path[0] == "api" and path[4:] in ([], ["revision", "main"], ["revision", COMMIT]):
             siblings = [{"rfilename": name} for name in files]
             answer = 200, {}, json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": siblings}).encode()
         elif path[0] == "api":
