@@ -24,7 +24,7 @@ from mlxft.errors import InputError
 log = logging.getLogger("mlxft")
 
 _KEPT_BYTES = 4 << 20  # tokenised within a second or two: not worth a file
-_WORTH_WORKERS_BYTES = 32 << 20  # a process takes a second or two to start
+_WORTH_WORKERS_BYTES = 16 << 20  # a process takes a second or two to start
 
 
 def load_for(

@@ -1,7 +1,8 @@
 """Texts to tokens, many at once, with the characters that each token stands for.
 
-The tokens are those of the tokenizer itself. Asking it for characters too costs a quarter more time, so for
-vocabularies of bytes (GPT-2's kind) they are counted here from the lengths of the tokens' own bytes.
+The tokens are those of the tokenizer itself. Most of its time it spends on describing each token, so for
+vocabularies of bytes (GPT-2's kind) the characters are counted here from the lengths of the tokens' own
+bytes, and words that were seen before are remembered.
 """
 
 import json
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
+
+from mlxft.data.words import Words, words_of
 
 _NEVER = 1 << 40  # bytes of a token whose bytes are not known: the sum then cannot be right
 
@@ -33,6 +36,9 @@ class Tokeniser:
         self.can_tell = tokenizer.is_fast
         self._backend = _plain_backend(tokenizer)
         self._num_bytes = _byte_lengths(self._backend) if self._backend is not None else None
+        self._words: Optional[Words] = None
+        if self._num_bytes is not None:
+            self._words = words_of(self._backend, _parts(self._backend.pre_tokenizer, "pretokenizers"))
         self._normalises = self._backend is not None and self._backend.normalizer is not None
 
     def __call__(self, texts: list[str], special: bool, offsets: bool) -> list[Tokens]:
@@ -43,13 +49,23 @@ class Tokeniser:
             return [self._by_tokenizer(text, special, offsets) for text in texts]
         counts = offsets and not special and self._num_bytes is not None
         if counts or not offsets:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
-            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+            ids = self._ids(texts, special)
             if not offsets:
                 return [Tokens(each, None) for each in ids]
             return [Tokens(each, self._counted(text, each)) for text, each in zip(texts, ids, strict=True)]
         encodings = self._backend.encode_batch(texts, add_special_tokens=special)
         return [Tokens(np.array(each.ids, np.int32), _pairs(each.offsets)) for each in encodings]
+
+    def _ids(self, texts: list[str], special: bool) -> list[np.ndarray]:
+        words = None if special else self._words
+        left = [text for text in texts if words is None or not text.isascii()]
+        encodings = iter(self._backend.encode_batch_fast(left, add_special_tokens=special))
+        return [
+            words(text)
+            if words is not None and text.isascii()
+            else np.array(next(encodings).ids, np.int32)
+            for text in texts
+        ]
 
     def _by_tokenizer(self, text: str, special: bool, offsets: bool) -> Tokens:
         offsets = offsets and self.can_tell

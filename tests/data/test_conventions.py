@@ -92,7 +92,7 @@ def test_the_conventions_are_told_by_their_keys(values, format):
             r'conversations\[0\]\.from is "bot"; it must be one of system, human, user, gpt',
         ),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": ""}]}, r"conversations\[0\].value is empty"),
-        ("sharegpt", {"conversations": [{"from": "gpt", "value": 1}]}, r"conversations\[0\].value is a number"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": 1}]}, "conversations.0..value is a number"),
         ("sharegpt", {"conversations": [{"from": "human", "value": "a"}]}, "conversations has no assistant"),
         (
             "sharegpt",

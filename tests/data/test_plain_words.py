@@ -11,8 +11,8 @@ from mlxft.data.template import ChatTemplate, Refused
 from tests.data.conftest import TEMPLATES
 
 WORDS = [
-    "hello", "Yes.", "  spaced  ", "two\nlines\n", "<|im_end|>", "<think>", "</think>", "né", "🪨", "a", "Me: ",
-    "\n", "user", "assistant\n", "<|im_start|>user\n", "{{ x }}", "{'role': 'user'}",
+    "hello", "Yes.", "  spaced  ", "two\nlines\n", "<|im_end|>", "<think>", "</think>", "né", "🪨", "a",
+    "\n", "Me: ", "user", "assistant\n", "<|im_start|>user\n", "{{ x }}", "{'role': 'user'}",
 ]  # fmt: skip
 
 
