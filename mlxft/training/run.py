@@ -231,22 +231,22 @@ class _Run:
                 with memory_guard("validation", batches):
                     return validate(self.view, self.objective, batches)
 
+        identity = resume.identity(asdict(self.config), self.weights, self.rows.fingerprints(), self.report)
         return Loop(
-            self.config,
-            stepper,
-            self.windows,
-            self.total_steps,
-            metrics,
-            CheckpointStore(self.run_dir, self.config.trainer.keep),
-            screen,
-            stop,
-            self._write_adapter,
-            best,
-            self.memory,
-            check,
-            resume.identity(asdict(self.config), self.weights, self.rows.fingerprints(), self.report)
-            | {"gradient": asdict(self.choice.plan)},
-            self.progress,
+            config=self.config,
+            stepper=stepper,
+            windows=self.windows,
+            total_steps=self.total_steps,
+            metrics=metrics,
+            store=CheckpointStore(self.run_dir, self.config.trainer.keep),
+            screen=screen,
+            stop=stop,
+            write_adapter=self._write_adapter,
+            best=best,
+            memory=self.memory,
+            validate=check,
+            identity=identity | {"gradient": asdict(self.choice.plan)},
+            progress=self.progress,
             saved_step=0 if self.start.is_elsewhere else self.start.step,
         )
 

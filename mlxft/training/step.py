@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from mlxft.segmented.gradients import Gradient
+from mlxft.segmented.build import AnyGradient
 from mlxft.training.objectives.common import Objective, Row
 from mlxft.training.update import ArrayByArray, EndToEnd, make_update
 from mlxft.training.windows import dropout_key_data
@@ -39,13 +39,13 @@ class Stepper:
     """
 
     objective: Objective
-    gradient: Gradient
+    gradient: AnyGradient
     optimizer: optimizers.Optimizer
     clip_norm: float
     seed: int
     has_dropout: bool
     should_stop: Callable[[], bool] = lambda: False
-    _update: Optional[Union[ArrayByArray, EndToEnd]] = None
+    _update: Optional[Union[ArrayByArray, EndToEnd]] = field(default=None, init=False)
 
     def take(
         self, batches: Sequence[Sequence[Row]], step: int, learning_rate: float
