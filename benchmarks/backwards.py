@@ -65,8 +65,9 @@ def main() -> None:
         taken = [[backward.step(row) for backward in backwards] for _ in range(options.steps + 1)]
         medians = [statistics.median(step[0] for step in steps[1:]) for steps in zip(*taken, strict=True)]
         for backward, first, last, seconds in zip(backwards, taken[0], taken[-1], medians, strict=True):
+            times = seconds / medians[0]
             print(
-                f"{length:>7,} {backward.name:>15} {first[0]:>8.2f} {seconds:>8.2f} {seconds / medians[0]:>5.2f}x "
+                f"{length:>7,} {backward.name:>15} {first[0]:>8.2f} {seconds:>8.2f} {times:>5.2f}x "
                 f"{last[1] / 1e9:>8.3f}  {last[2]:.5f}",
                 flush=True,
             )

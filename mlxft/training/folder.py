@@ -88,8 +88,10 @@ def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
         _enter(given, held)  # which tells of a process that is in it
     if _holds_a_run(given):
         has_checkpoint = bool(CheckpointStore(given).folders())
-        what = "trainer.resume=auto continues it" if has_checkpoint else "It has no checkpoint to continue"
-        raise InputError(f"run.dir={given} holds a run already. {what}; another run.dir keeps both")
+        how = "continues it" if has_checkpoint else "starts it afresh, since it has no checkpoint"
+        raise InputError(
+            f"run.dir={given} holds a run already. trainer.resume=auto {how}; another run.dir keeps both"
+        )
     return Start(given)
 
 

@@ -51,6 +51,17 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     return Rows(train, loaded(data.valid, "validation rows") if data.valid is not None else [])
 
 
+def warn_of_positions(rows: Sequence[Row], most: Optional[int]) -> None:
+    """Warns of rows that are longer than the positions the model was made for. most: None if unknown."""
+    longer = [row.num_tokens for row in rows if most is not None and row.num_tokens > most]
+    if longer:
+        log.warning(
+            "%d of %d rows are longer than the %d positions the model was made for (the longest has %d "
+            "tokens): it has never seen the places beyond. data.max_length=%d cuts them",
+            len(longer), len(rows), most, max(longer), most,
+        )  # fmt: skip
+
+
 def in_windows(config: Config, rows: Sequence[Row]) -> Windows:
     """Returns the rows to train on in micro-batches and windows; logs what a layout that was asked for gives.
 

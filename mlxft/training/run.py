@@ -17,7 +17,7 @@ from mlxft.errors import InputError, MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
 from mlxft.models.fingerprint import fingerprint
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.load import load_tokenizer, num_positions, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
 from mlxft.planning.shape import shape_of
@@ -28,7 +28,7 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import Rows, in_windows, load_rows, load_trained
+from mlxft.training.inputs import Rows, in_windows, load_rows, load_trained, warn_of_positions
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
@@ -103,6 +103,7 @@ class _Run:
         asks = config.data.format != "tokens" or bool(config.trainer.samples)
         self.tokenizer = load_tokenizer(folder, required=asks)
         self.rows = load_rows(config, self.tokenizer, vocabulary)
+        warn_of_positions(self.rows.train + self.rows.valid, num_positions(folder))
         if reference_folder != folder:
             check_vocabulary(self.rows.train + self.rows.valid, vocabulary_size(reference_folder))
         if start.continuation:
