@@ -9,7 +9,7 @@ from typing import Any, Optional
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
 from mlxft.data.batches import order_of, packed_sizes
-from mlxft.data.fingerprint import fingerprint
+from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import load_for
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
@@ -29,9 +29,9 @@ class Rows:
     train: list[Row]
     valid: list[Row]
 
-    def fingerprints(self) -> dict[str, Optional[str]]:
+    def digests(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
-        return {"train": fingerprint(self.train), "valid": fingerprint(self.valid) if self.valid else None}
+        return {"train": rows_digest(self.train), "valid": rows_digest(self.valid) if self.valid else None}
 
 
 def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
