@@ -347,7 +347,9 @@ COMMANDS = {
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
-    "migrate": Command("an mlx-lm configuration as a recipe", _migrate_help, _main_of("mlxft.config.migrate")),
+    "migrate": Command(
+        "an mlx-lm configuration as a recipe", _migrate_help, _main_of("mlxft.config.migrate")
+    ),
     "doctor": Command(
         "backend, versions, BLAS, memory and speed of this machine", _doctor_help, _main_of("mlxft.doctor")
     ),
