@@ -20,6 +20,7 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     yield from _steps(settings)
     yield from _rows(settings, given)
     yield from _objective(settings, given)
+    yield from _dry_run(settings)
     yield from _segments(settings, given)
     yield from _loss(settings, given)
     yield from _validation(settings)
@@ -67,6 +68,11 @@ def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
             yield "data.batch_size", "data.batch_tokens says what a micro-batch holds; leave one of them out"
     if own and settings["data.train_on"] == "all":
         yield "data.train_on", f"{objective} trains on the answers; leave it out, or say last_assistant"
+
+
+def _dry_run(settings: Mapping[str, Any]) -> Found:
+    if settings["trainer.dry_run"] and settings["trainer.log_memory"]:
+        yield "trainer.log_memory", "it writes into a run's folder, and trainer.dry_run leaves none"
 
 
 def _segments(settings: Mapping[str, Any], given: set[str]) -> Found:

@@ -58,6 +58,7 @@ class TrainerConfig:
     resume: str = "none"  # none | auto | a run's folder or a checkpoint's folder
     patience: int = 0  # validations without improvement before stopping; 0: never stop early
     min_delta: float = 0.0  # smallest fall of the validation loss that counts as improvement
+    dry_run: bool = False  # one step on the longest batch, to see what it takes; writes nothing
     log_memory: bool = False  # peak, active and cached bytes of each phase of a step, to memory.jsonl
     samples: list[str] = field(default_factory=list)  # questions answered before and after training
 

@@ -254,10 +254,9 @@ def _locked(run_dir: Path):
         _lock(file, run_dir)
         try:
             yield
-        except BaseException:
+        finally:
             if not (run_dir / CONFIG).exists():  # it never began
                 _remove(new_files, new_folders)
-            raise
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import time
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ _SAMPLES = "samples_before.json"
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left. status: "completed" or "early_stopped"."""
+    """What a run left. status: "completed" or "early_stopped", or "dry_run", which leaves nothing."""
 
     run_dir: Path
     adapter: Path
@@ -68,6 +69,8 @@ def train(composed) -> RunResult:
     name = composed.recipe or config.trainer.objective
     with lasting_output(), open_run(name, asdict(config)) as start, _end_in_log():
         run = _Run(config, start)
+        if config.trainer.dry_run:
+            return run.dry_run()
         status = run.train()
         return run.summarise(status)
 
@@ -145,6 +148,24 @@ class _Run:
         with disk_guard(self.run_dir / "adapter"):
             self._write_adapter(self.run_dir / "adapter")
         return status
+
+    def dry_run(self) -> RunResult:
+        """Takes one optimiser step on the longest batch and says what it took; nothing is left of it."""
+        batch = longest_batch(self.windows)
+        with ExitStack() as files:
+            files.enter_context(memory_kept_to(self.choice.limit_bytes))
+            stepper = self._stepper(files)
+            self.memory.begin(1)
+            began = time.perf_counter()
+            with memory_guard("the longest batch", [batch]):
+                window = stepper.take([batch], 0, self.config.optimizer.lr)
+        seconds, peak = time.perf_counter() - began, self.memory.peak_bytes()
+        log.info(
+            "dry run: the longest batch (%s) took %.1f s, its kernels' compilation included, and a peak of %.2f "
+            "GB; loss %.4f, gradient norm %.4f. Nothing was written",
+            self.choice.wanted, seconds, peak / 1e9, window.loss, window.grad_norm,
+        )  # fmt: skip
+        return RunResult(self.run_dir, self.run_dir / "adapter", "dry_run", 0, window.loss, None)
 
     def _make_objective(self, reference_folder: Path) -> None:
         """Sets the objective, and gives the rows what it needs to know of them before training."""
