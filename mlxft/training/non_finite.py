@@ -23,10 +23,12 @@ def first_non_finite(
         prepared = objective.prepare(batch, counts)
         place = _in_forward(view, objective, prepared)
         if place:
-            return f"In the forward of {_names(batch)} the first values that are not finite come out of {place}"
+            rows = _names(batch)
+            return f"In the forward of {rows} the first values that are not finite come out of {place}"
     spoilt = [name for name, array in tree_flatten(gradients) if not _is_finite(array)]
     if spoilt:  # the backward reaches the last layers first
-        return f"The forward is finite, {len(spoilt)} gradients are not; the backward came to {spoilt[-1]} first"
+        last = spoilt[-1]
+        return f"The forward is finite, {len(spoilt)} gradients are not; the backward came to {last} first"
     return "Without dropout the forward is finite, and so are the gradients: their sum of squares is not"
 
 

@@ -161,8 +161,8 @@ class _Run:
                 window = stepper.take([batch], 0, self.config.optimizer.lr)
         seconds, peak = time.perf_counter() - began, self.memory.peak_bytes()
         log.info(
-            "dry run: the longest batch (%s) took %.1f s, its kernels' compilation included, and a peak of %.2f "
-            "GB; loss %.4f, gradient norm %.4f. Nothing was written",
+            "dry run: the longest batch (%s) took %.1f s, its kernels' compilation included, and a peak of "
+            "%.2f GB; loss %.4f, gradient norm %.4f. Nothing was written",
             self.choice.wanted, seconds, peak / 1e9, window.loss, window.grad_norm,
         )  # fmt: skip
         return RunResult(self.run_dir, self.run_dir / "adapter", "dry_run", 0, window.loss, None)
