@@ -32,11 +32,14 @@ HALVES = "halves"  # of segments, for models whose layers have them
 _POSITIONS = 1024  # of the longer probe, unless attention has to be longer to be as in long rows
 _SURELY = 1.2  # times the length from which on attention is in blocks
 _MOST_ROWS = 4  # of a probe: more cost as much each
-_LONGEST_WINDOW = {"cpu": 1024, "metal": 4096, "cuda": 4096}  # that probes are made longer for
-# Of what is measured. Primes: no other axis of a model's arrays is taken for the vocabulary.
-_LAYER_VOCABULARY = 61  # small: the head is not to count
-_HEAD_VOCABULARIES = (509, 1021)
-_HEAD_TOKENS = (32, 64)
+_LONGEST_WINDOW = {"cpu": 512, "metal": 4096, "cuda": 4096}  # that probes are made longer for
+_LAYER_VOCABULARY = 61  # small, for the head is not to count. No other axis is likely to be as long.
+# Of heads: tokens, and the larger vocabulary over the hidden width. Logits have to be what takes most memory,
+# as they do in real ones.
+_HEAD_TOKENS, _HEAD_RATIO = (16, 32), 32
+_SMALLEST_VOCABULARY = 1000
+# Small heads are measured again, and the largest peak is that of larger ones: MLX runs less far ahead.
+_HEAD_REPEATS, _QUICK_S = 3, 0.02
 MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them alive, not more
 
 
@@ -207,15 +210,22 @@ class _Probes:
 
     def _head(self) -> tuple[dict[str, list[list[float]]], float]:
         """Returns what `Calibration.head` says, and the seconds of a product."""
-        objective = self.config.trainer.objective
-        (small, large), (few, many) = _HEAD_TOKENS, _HEAD_VOCABULARIES
+        if self.config.adapter.kind == "full":
+            self.shape.view.head_module.freeze()  # its gradient would hide what few logits take
+        small, large = _HEAD_TOKENS
+        many = max(min(self.shape.vocabulary, _HEAD_RATIO * self.shape.width), _SMALLEST_VOCABULARY)
+        few, many = self.model.unlike_any_axis(many // 2), self.model.unlike_any_axis(many)
         costs: dict[tuple, Cost] = {}
         for vocabulary, tokens in ((few, small), (few, large), (many, small)):
             self.model.cut(vocabulary)
             for chunks in range(1, MOST_CHUNKS + 1):
-                place, chunk = (chunks, tokens, vocabulary), tokens if chunks > 1 else None
-                costs["whole", *place] = self.model.head(objective, tokens * chunks, chunk)
-                costs["segmented", *place] = self.model.segmented_head(tokens * chunks, chunk)
+                chunk = tokens if chunks > 1 else None
+                for kind, head in (("whole", self.model.head), ("segmented", self.model.segmented_head)):
+                    runs = [head(tokens * chunks, chunk)]
+                    while runs[-1].seconds < _QUICK_S and len(runs) < _HEAD_REPEATS:
+                        runs.append(head(tokens * chunks, chunk))
+                    most, fastest = max(run.num_bytes for run in runs), min(run.seconds for run in runs)
+                    costs[kind, chunks, tokens, vocabulary] = Cost(most, fastest)
         figures: dict[str, list[list[float]]] = {kind: [] for kind in ("whole", "segmented")}
         for kind, of_kind in figures.items():
             for chunks in range(1, MOST_CHUNKS + 1):

@@ -20,6 +20,7 @@ from mlxft.training.reference import is_the_start
 
 _LEAST_SLOPE, _MOST_SLOPE = 0.6, 1.15  # of figures over their length, beyond what was probed
 _UPDATED_AT_ONCE = 4  # of the largest array: itself, the new one and its two moments
+_LOGIT_BYTES = 4
 _MOST_SHARE = 3 / 4  # of a figure, that is thought to be scores
 
 
@@ -155,12 +156,16 @@ class Predictor:
     def _head(self, plan: GradientPlan, wanted: Workload) -> float:
         how = HeadPlan(self.config.head.kind, self.config.head.chunk)
         at_once = min(how.chunk_for(wanted.targets) or wanted.targets, wanted.targets)
-        chunks = min(-(-wanted.targets // at_once), MOST_CHUNKS)
-        logit, token, word = self.calibration.head["segmented" if plan.kind == "segmented" else "whole"][
-            chunks - 1
-        ]
-        vocabulary = self.shape.vocabulary
-        return max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
+        chunks = -(-wanted.targets // at_once)
+        is_segmented, vocabulary = plan.kind == "segmented", self.shape.vocabulary
+        of_kind = self.calibration.head["segmented" if is_segmented else "whole"]
+        logit, token, word = of_kind[min(chunks, MOST_CHUNKS) - 1]
+        logits = max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
+        # Of a trained head each chunk has a gradient: added up one by one, or when all are there. While it is
+        # computed one of three arrays of logits is alive.
+        gradient = self.shape.trained_head_bytes
+        more = max(gradient - 2 * _LOGIT_BYTES * at_once * vocabulary, 0.0)
+        return logits + gradient * (min(chunks, 2) if is_segmented else chunks) + more
 
     def _seconds(self, plan: GradientPlan, wanted: Workload) -> float:
         """Returns the seconds of a step."""
@@ -178,6 +183,8 @@ class Predictor:
             "segmented": checkpoint + max(each - checkpoint, 0.0) / plan.segment_layers,
         }
         head = self.calibration.head_seconds * wanted.targets * self.shape.vocabulary * self.shape.width
+        if self.shape.trained_head_bytes:  # one product more, of four
+            head *= 4 / 3
         return (of_kind[plan.kind] + head) * self.config.trainer.accumulate
 
     def _at(self, both: list[float], wanted: Workload) -> float:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlxft.backend import backend
 from mlxft.config.schema import Config
@@ -88,6 +89,11 @@ class ProbeModel:
                 _fill_own(module, self.vocabulary, vocabulary)
         self.vocabulary = vocabulary
 
+    def unlike_any_axis(self, size: int) -> int:
+        """Returns the size, or the next that no axis of an array has: a vocabulary is told by its size."""
+        axes = {axis for _, array in tree_flatten(self.view.model.parameters()) for axis in array.shape}
+        return next(each for each in count(size) if each not in axes)
+
     def step(self, plan: GradientPlan, rows: int, length: int, repeat: int = 1) -> tuple[Cost, float]:
         """Returns the cost of a step's gradient, and the bytes that the update takes beyond its gradients."""
         config = self.config
@@ -115,7 +121,7 @@ class ProbeModel:
         update = mx.get_peak_memory() - before
         return Cost(costs[-1].num_bytes, min(cost.seconds for cost in costs)), update
 
-    def head(self, objective: str, tokens: int, chunk: Optional[int]) -> Cost:
+    def head(self, tokens: int, chunk: Optional[int]) -> Cost:
         """Returns the cost of the loss of so many tokens and its gradients, in one graph.
 
         chunk: tokens whose logits exist at once, None for all.
@@ -128,7 +134,7 @@ class ProbeModel:
 
         def loss(trained: Any, hidden: mx.array) -> mx.array:
             head = Head(self.view.head, trained, differentiated=True)
-            if objective == "sft":
+            if self.config.trainer.objective == "sft":
                 return head_loss(Sft(plan), head, hidden, inputs)[0]
             return (target_logps(plan, head, hidden, inputs) * inputs["weights"]).sum()
 

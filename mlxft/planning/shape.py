@@ -52,7 +52,7 @@ class ModelShape:
     """What a model and its adapter are made of: counts, and bytes of arrays.
 
     state_bytes: of the optimiser. outside_bytes: trained arrays outside of the layers (embedding, norm,
-    head), the largest of which has largest_outside_bytes.
+    head), the largest of which has largest_outside_bytes. trained_head_bytes: of what makes logits.
     window: the shortest sliding window, None without. item_bytes: of a hidden state's numbers.
     """
 
@@ -65,6 +65,7 @@ class ModelShape:
     state_bytes: int
     outside_bytes: int
     largest_outside_bytes: int
+    trained_head_bytes: int
     vocabulary: int
     width: int
     attention: Attention
@@ -112,6 +113,7 @@ def shape_of(view: DecoderView, report: AdapterReport, config: Config) -> ModelS
         state_bytes=_state_bytes(config, model),
         outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
         largest_outside_bytes=_largest_outside(view),
+        trained_head_bytes=_bytes(view.head_module.trainable_parameters()),
         vocabulary=view.embedding.weight.shape[0],
         width=hidden.shape[-1],
         attention=_attention(view, hidden),

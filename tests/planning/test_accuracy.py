@@ -57,8 +57,9 @@ def test_so_is_that_of_full_training(how, model, data, here):
     assert peak == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
 
 
-def test_so_is_that_of_rows_longer_than_any_probe(model, here):
+def test_so_is_that_of_rows_longer_than_any_probe(here):
     """Four rows are probed at 256 positions at the most."""
+    model = make_model(here / "model", "qwen3")
     data = write_token_rows(here / "long.jsonl", [513] * 4)
     asked = PLANS["segmented"]
     peak = predicted(model, data, *asked).peak_bytes
@@ -69,6 +70,16 @@ def test_so_is_that_of_rows_longer_than_any_probe(model, here):
 def test_so_is_that_of_layers_of_two_kinds(how, windowed, data, here):
     peak = predicted(windowed, data, *PLANS[how]).peak_bytes
     assert peak == pytest.approx(measured(windowed, data, here / "run", *PLANS[how]), rel=0.2)
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_so_is_that_of_a_head_that_takes_most(adapter, data, here):
+    """3 chunks of 64 tokens, and logits of 8,192 words for each; a trained one has a gradient too."""
+    model = make_model(here / "model", "qwen3", num_hidden_layers=2, vocab_size=8192)
+    asked = [*PLANS["segmented"], "head.chunk=64", f"adapter={adapter}"]
+    found = predicted(model, data, *asked)
+    assert found.head_bytes > 1.5 * found.working_bytes
+    assert found.peak_bytes == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
 
 
 @pytest.mark.parametrize("how", ["whole", "segmented"])
@@ -111,12 +122,12 @@ def test_layers_below_the_adapter_keep_nothing(model, data, here):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_every_objectives_rows_are_counted(objective, model, here):
+def test_every_objectives_rows_are_counted(objective, not_probed, here):
     """Positions as they are forwarded: two answers to a prompt of 20, one of 12 and one of 8 tokens."""
     answers = {"dpo": {"chosen_ids": [5] * 12, "rejected_ids": [6] * 8}, "kto": {"completion_ids": [5] * 12}}
     row = {"prompt_ids": [7] * 20, **answers[objective]} | ({"label": True} if objective == "kto" else {})
     (here / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    found = surveyed(model, here / "rows.jsonl", f"trainer={objective}", "trainer.layout=padded")
+    found = surveyed(not_probed, here / "rows.jsonl", f"trainer={objective}", "trainer.layout=padded")
     rows, length = found.longest.rows, found.longest.length
     assert (rows, length) == {"dpo": (8, 31), "kto": (4, 31)}[objective]
     assert found.longest.targets == {"dpo": 4 * 20, "kto": 4 * 12}[objective]
