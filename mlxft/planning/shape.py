@@ -109,7 +109,7 @@ def shape_of(view: DecoderView, report: AdapterReport, config: Config) -> ModelS
         state_bytes=_state_bytes(config, model),
         outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
         largest_outside_bytes=_largest_outside(view),
-        vocabulary=view.embedding.weight.shape[0],
+        vocabulary=view.vocabulary,
         width=hidden.shape[-1],
         num_heads=_num_heads(view),
         window=min(windows, default=None),

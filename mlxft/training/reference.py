@@ -121,11 +121,12 @@ def with_references(objective, view: DecoderView, rows: list[Any], config: Confi
     once, ever.
     """
     started = is_the_start(config)
-    started_from = Path(config.adapter.init_from) if started and config.adapter.init_from else None
+    given = config.adapter.init_from if started else None
+    started_from = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
     key = _key(
         _VERSION,
         folder,
-        started_from,
+        *(started_from or [None]),
         started and (config.adapter, config.trainer.seed),
         config.model.dtype,
         config.trainer.objective,

@@ -112,7 +112,7 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
         ("model.path", 0.5, "not a text"),
         ("head.kind", "chunky", "auto, full, chunked"),
         ("head.chunk", 0, "at least 1"),
-        ("adapter.kind", "dora", "did you mean lora?"),
+        ("adapter.kind", "dorra", "did you mean dora?"),
         ("adapter.rank", 0, "at least 1"),
         ("adapter.alpha", 0, "more than 0"),
         ("adapter.dropout", 1, "less than 1"),

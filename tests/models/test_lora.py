@@ -107,7 +107,7 @@ def test_settings_of_lora_are_refused_in_full_training(model, setting):
 @pytest.mark.parametrize("setting, message", [
     ({"rank": 0}, "adapter.rank=0"), ({"alpha": 0.0}, "adapter.alpha=0.0"),
     ({"dropout": 1.0}, "adapter.dropout=1.0"),
-    ({"kind": "dora"}, "adapter.kind='dora'"), ({"targets": []}, "adapter.targets is an empty list")])
+    ({"kind": "vera"}, "adapter.kind='vera'"), ({"targets": []}, "adapter.targets is an empty list")])
 def test_settings_that_would_train_nothing_are_refused(model, setting, message):
     with pytest.raises(InputError, match=message):
         apply_adapter(model, AdapterConfig(**setting))
