@@ -31,7 +31,8 @@ class AdapterReport:
     """What is trained. num_trainable, num_total: single values. rank and alpha are None for kind full.
 
     targets: paths of the adapted layers ("*" for kind full). alpha: the scale times the rank. modules: paths
-    of those that are trained whole beside them. experts: how many the adapted layers of experts have in all.
+    of those that are trained whole beside them. expert_layers: how many of the layers are of experts.
+    experts: how many they have in all, an update each.
     """
 
     num_trainable: int
@@ -53,7 +54,7 @@ class AdapterReport:
         kinds = sorted({path.rpartition(".")[2] for path in self.targets})
         where = f"{len(self.targets)} layers ({', '.join(kinds)})"
         if self.experts:
-            where += f", among them {self.expert_layers} of experts with {self.experts:,} experts in all"
+            where += f", {self.expert_layers} of them of experts, an update for each of {self.experts:,}"
         size = f"scale {self.alpha / self.rank:.4g}" if self.rslora else f"alpha {self.alpha:g}"
         name = {"lora": "rsLoRA" if self.rslora else "LoRA", "dora": "DoRA"}[self.kind]
         whole = f"; whole: {', '.join(self.modules)}" if self.modules else ""

@@ -83,13 +83,14 @@ def write_content(updates: dict[str, LowRank], whole: dict[str, mx.array], base:
     updates: by the module's path. whole: arrays of modules that are saved whole, by name.
     """
     low = next(iter(updates.values()))
-    tensors = {f"{_PREFIX}{name}": array for name, array in whole.items()}
+    tensors = {_PREFIX + _transformers_path(name): array for name, array in whole.items()}
     for path, update in updates.items():
         names = _OF_EMBEDDINGS if is_embedding(path) else _OF_LINEARS
         arrays = zip(names, (update.a.T, update.b.T), strict=True)
-        tensors |= {f"{_PREFIX}{path}{name}": mx.contiguous(array) for name, array in arrays}
+        stem = _PREFIX + _transformers_path(path)
+        tensors |= {f"{stem}{name}": mx.contiguous(array) for name, array in arrays}
         if update.m is not None:
-            tensors[f"{_PREFIX}{path}.{_LENGTHS}"] = update.m
+            tensors[f"{stem}.{_LENGTHS}"] = update.m
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -100,12 +101,20 @@ def write_content(updates: dict[str, LowRank], whole: dict[str, mx.array], base:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(updates),
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None,
+        "target_modules": sorted(_transformers_path(path) for path in updates),
+        "modules_to_save": sorted({_transformers_path(name).rpartition(".")[0] for name in whole}) or None,
         "use_dora": low.m is not None,
         "use_rslora": False,  # lora_alpha / r is the scale, however it came about
     }
     return tensors, config
+
+
+def _transformers_path(path: str) -> str:
+    """Returns where transformers has what mlx-lm has at `path`: they wrap text models the other way round."""
+    inner = path.removeprefix("language_model.")
+    if inner == path:
+        return path
+    return f"model.language_model.{inner.removeprefix('model.')}" if inner.startswith("model.") else inner
 
 
 def _taken(tensors: dict[str, mx.array], wanted: Callable[[str], bool]) -> dict[str, mx.array]:

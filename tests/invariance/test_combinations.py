@@ -181,7 +181,7 @@ def run(case: Case, batches: list[list[Any]]) -> WindowGradient:
     gradient = build(made, objective, plan(config))
     dropout = config.adapter.dropout > 0
     noise = config.trainer.neftune_alpha
-    stepper = Stepper(objective, gradient, optimizers.SGD(0.1), 0.0, 1, has_dropout=dropout, noise_alpha=noise)
+    stepper = Stepper(objective, gradient, optimizers.SGD(0.1), 0.0, 1, dropout, noise)
     with made.window_lowered(window_size(case)):
         return stepper.window(batches, step=0)
 
