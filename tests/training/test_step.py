@@ -55,13 +55,15 @@ def test_a_step_given_ahead_is_the_step_that_waits(name, groups):
     group_of = optimizer.grouping(GROUPS) if groups else None
     waits, ahead = (stepper(compiled, name, group_of) for compiled in (False, True))
     rate = 0.0025 if groups else 0.01  # a B's is four times that
+    # Rounding of gradients near zero, of which DoRA has more, is what rmsprop makes large.
+    limit = (1e-3 if groups else 1e-4) * SLACK
     for step in range(3):
         one, other = waits.take(batches(step), step, rate), ahead.take(batches(step), step, rate)
         assert other.loss == pytest.approx(one.loss, rel=1e-6 * SLACK)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5 * SLACK)
     assert arrays(ahead).keys() == arrays(waits).keys()
     for key, array in arrays(waits).items():
-        assert np.abs(arrays(ahead)[key] - array).max() <= 1e-4 * SLACK * max(np.abs(array).max(), 1e-6), key
+        assert np.abs(arrays(ahead)[key] - array).max() <= limit * max(np.abs(array).max(), 1e-6), key
 
 
 @pytest.mark.parametrize("compiled", [False, True])
