@@ -102,6 +102,11 @@ class AdapterConfig:
     init_from: Any = None  # an adapter's folder, mlx-lm's or PEFT's; several are added up
     init_weights: Optional[list[float]] = None  # what each of several counts; None: 1
 
+    @property
+    def starts(self) -> list[str]:
+        """The folders in `init_from`."""
+        return [self.init_from] if isinstance(self.init_from, str) else list(self.init_from or [])
+
 
 @dataclass
 class OptimizerConfig:

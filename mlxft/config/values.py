@@ -165,8 +165,12 @@ def _count(value: Any) -> int:
     return Range(1)(_whole(value))
 
 
+_GIGABYTES = "a number of GB between 0 and a million"
+_MOST_GIGABYTES = 1e6  # more than any machine has: somebody wrote bytes
+
+
 def _gigabytes(value: Any) -> float:
-    return Range(0, open_low=True)(_number(value))
+    return Range(0, _MOST_GIGABYTES, open_low=True)(_number(value))
 
 
 def _layers(value: Any) -> str:
@@ -243,7 +247,7 @@ RULES: dict[str, Rule] = {
     "trainer.gradient": one_of(choices.GRADIENTS),
     "trainer.segment_layers": _number_or("auto", "half", number=_count, called=_COUNT),
     "trainer.in_flight": _number_or("auto", number=_count, called=_COUNT),
-    "trainer.memory_limit": _number_or("auto", number=_gigabytes, called="a number of GB, more than 0"),
+    "trainer.memory_limit": _number_or("auto", number=_gigabytes, called=_GIGABYTES),
     "trainer.max_steps": Range(1),
     "trainer.epochs": Range(0, 1e5, open_low=True),
     "trainer.accumulate": Range(1),

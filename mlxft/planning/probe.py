@@ -16,14 +16,18 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from mlxft.backend import backend
 from mlxft.config.schema import Config
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger
+from mlxft.layouts.cache import TrainingCache
+from mlxft.layouts.pieces import padded
 from mlxft.losses import Head
 from mlxft.models.decoder import DecoderView
 from mlxft.planning.shape import ModelShape
 from mlxft.segmented.build import GradientPlan, build
 from mlxft.segmented.gradients import head_loss
+from mlxft.segmented.programs import Half, SegmentRunner
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft
 from mlxft.training.objectives.common import target_logps
@@ -135,6 +139,25 @@ class ProbeModel:
         self.view.head_module.update(trained)
         return Cost(mx.get_peak_memory() - before, seconds)
 
+    def with_halves(self) -> bool:
+        """Returns whether any of the chosen layers is an attention and an MLP, that can be walked apart."""
+        return any(map(self.view.has_halves, range(self.view.num_layers)))
+
+    def half(self, half: str, rows: int, length: int) -> float:
+        """Returns the bytes of one half's backward by itself, of the chosen layer where that takes most."""
+        runner = SegmentRunner(compiled=backend() != "cpu")
+        cache = TrainingCache(padded(length), repeatable=self.config.trainer.deterministic)
+        key = mx.random.key(0) if self.config.adapter.dropout else None
+        entering = mx.ones((rows, length, self.shape.width), _TYPES[self.shape.item_bytes])
+        mx.eval(entering)
+        most, names = 0, [str(index) for index in range(self.view.num_layers)]
+        for index in filter(self.view.has_halves, range(self.view.num_layers)):
+            segment, before = Half(self.view, index, half, names), _begin()
+            with self.view.active():
+                mx.eval(runner.backward(segment, (entering,), (entering,), cache, key))
+            most = max(most, mx.get_peak_memory() - before)
+        return most
+
     def segmented_head(self, tokens: int, chunk: Optional[int]) -> Cost:
         """Returns the cost of the same where the backward is segmented: a model without layers."""
         self.choose([])
@@ -182,7 +205,9 @@ def _fill_own(module: nn.Module, size: int = 0, cut: int = 0) -> None:
         if isinstance(value, mx.array) and not name.startswith("_"):
             shape = [cut if size and axis == size else axis for axis in value.shape]
             if mx.issubdtype(value.dtype, mx.floating):
-                module[name] = (0.02 * mx.random.normal(shape, key=mx.random.key(0))).astype(value.dtype)
+                # Around 1 for norms: what is next to nothing would agree with what leaves it out.
+                values = 0.02 * mx.random.normal(shape, key=mx.random.key(0)) + (value.ndim == 1)
+                module[name] = values.astype(value.dtype)
             else:
                 module[name] = mx.random.randint(0, 2**31 - 1, shape, key=mx.random.key(0)).astype(
                     value.dtype

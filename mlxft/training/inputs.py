@@ -9,7 +9,7 @@ from typing import Any, Optional
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
 from mlxft.data.batches import order_of, packed_sizes
-from mlxft.data.fingerprint import fingerprint
+from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import load_for
 from mlxft.models.adapters import settle
 from mlxft.models.decoder import DecoderView, view
@@ -30,9 +30,9 @@ class Rows:
     train: list[Row]
     valid: list[Row]
 
-    def fingerprints(self) -> dict[str, Optional[str]]:
+    def digests(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
-        return {"train": fingerprint(self.train), "valid": fingerprint(self.valid) if self.valid else None}
+        return {"train": rows_digest(self.train), "valid": rows_digest(self.valid) if self.valid else None}
 
 
 def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
@@ -50,6 +50,17 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
 
     train = loaded(data.train, "training rows")
     return Rows(train, loaded(data.valid, "validation rows") if data.valid is not None else [])
+
+
+def warn_of_positions(rows: Sequence[Row], most: Optional[int]) -> None:
+    """Warns of rows that are longer than the positions the model was made for. most: None if unknown."""
+    longer = [row.num_tokens for row in rows if most is not None and row.num_tokens > most]
+    if longer:
+        log.warning(
+            "%d of %d rows are longer than the %d positions the model was made for (the longest has %d "
+            "tokens): it has never seen the places beyond. data.max_length=%d cuts them",
+            len(longer), len(rows), most, max(longer), most,
+        )  # fmt: skip
 
 
 def in_windows(config: Config, rows: Sequence[Row]) -> Windows:

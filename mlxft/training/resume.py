@@ -22,10 +22,12 @@ from omegaconf import MISSING
 from mlxft.config.keys import flatten, keys_of
 from mlxft.config.schema import Config
 from mlxft.errors import InputError
+from mlxft.models.fingerprint import CONFIG
 from mlxft.models.lora import DEFAULT_RANK, AdapterReport
 from mlxft.segmented.build import GradientPlan
 from mlxft.training.checkpoint import ADAPTER, OPTIMIZER, Checkpoint
 from mlxft.training.loop import Progress
+from mlxft.training.reference_files import is_start
 
 log = logging.getLogger("mlxft")
 
@@ -161,10 +163,9 @@ class Continuation:
         if fixed:
             self._refuse("was trained with other settings", fixed)
         for key in changed:
-            sets_reference = self._now["loss.reference"] == "start" or self._now["adapter.kind"] == "full"
-            if key == "adapter.init_from" and not sets_reference:
-                log.warning("resuming: adapter.init_from has no effect, the checkpoint has its weights")
-            elif key == "adapter.init_from" or key not in _JUDGED_LATER + _WITHOUT_EFFECT:
+            if key == "adapter.init_from":
+                self._tell_of_init_from()
+            elif key not in _JUDGED_LATER + _WITHOUT_EFFECT:
                 log.warning(
                     "resuming with %s=%s (was %s): the run will differ from one never stopped",
                     key,
@@ -172,29 +173,54 @@ class Continuation:
                     self._before[key],
                 )
 
+    def _tell_of_init_from(self) -> None:
+        """Of a changed name: what it stands for is compared with the files, by `check_weights`."""
+        if not self._begins_reference():
+            log.warning("resuming: adapter.init_from has no effect, the checkpoint has its weights")
+        elif not self._knows_files("adapter.init_from"):
+            log.warning("resuming with another adapter.init_from: another reference, if it is not a copy")
+
+    def _begins_reference(self) -> bool:
+        """Tells whether the reference is, and was, what training began with."""
+        keys = ("trainer.objective", "loss.reference", "adapter.kind")
+        return all(is_start(*(settings[key] for key in keys)) for settings in (self._now, self._before))
+
+    def _knows_files(self, key: str) -> bool:
+        """Tells whether the checkpoint says what the key's files were; an earlier version's does not."""
+        known = self.checkpoint.state.get("weights", {})
+        return key in known or (bool(known) and self._before[key] is None)
+
     def _is_plain_rank(self, key: str) -> bool:
         known = self._now[key] is not None and self._before[key] is not None
         return key in ("adapter.rank", "adapter.alpha") and known
 
     def check_weights(self, weights: Weights) -> None:
-        """Compares the files of the base model, and of the reference where that is a model of its own."""
-        before = self.checkpoint.state.get("weights", {})  # an earlier version's says nothing of them
-        for key in before.keys() & weights.keys():
-            names = sorted({name for name, _ in before[key].items() ^ weights[key].items()})
-            if not names or self._now[key] != self._before[key]:
-                continue
-            what = f"{key}={self._now[key]} has other weights now ({', '.join(names[:4])})"
-            if key != "model.path":
-                log.warning("resuming: %s; the run will differ from one never stopped", what)
-                continue
-            folder = self.checkpoint.folder
-            raise InputError(
-                f"{folder} was trained on a model that has changed since: {what}. Put them back, or start a "
-                f"new run from what it had learnt with adapter.init_from={folder}"
-            )
+        """Compares the files of the base model, and of what the reference is made of."""
+        before = self.checkpoint.state.get("weights", {})
+        for key in ("model.path", "loss.reference"):
+            if self._now[key] == self._before[key] and key in before and key in weights:
+                names = _differing(before[key], weights[key])
+                what = f"{key}={self._now[key]} has other files now ({names})"
+                if names and key == "loss.reference":
+                    log.warning("resuming: %s; the run will differ from one never stopped", what)
+                elif names:
+                    self._refuse_files(f"was trained on a model that has changed since: {what}")
+        key = "adapter.init_from"
+        if self._begins_reference() and self._knows_files(key):
+            names = _differing(before.get(key, {}), weights.get(key, {}))
+            if names:
+                what = f"{key}={self._now[key]} (was {self._before[key]}) has other files ({names})"
+                self._refuse_files(f"was trained against a reference that would change: {what}")
+
+    def _refuse_files(self, what: str) -> None:
+        folder = self.checkpoint.folder
+        raise InputError(
+            f"{folder} {what}. Put them back, or start a new run from what it had learnt with "
+            f"adapter.init_from={folder}"
+        )
 
     def check_rows(self, rows: Mapping[str, Optional[str]]) -> None:
-        """Compares fingerprints of the rows: {"train": ..., "valid": ...}."""
+        """Compares digests of the rows: {"train": ..., "valid": ...}."""
         before = self.checkpoint.state["rows"]
         if rows["train"] != before["train"]:
             self._refuse("was trained on rows with other tokens", self._among(_OF_ROWS))
@@ -237,6 +263,13 @@ class Continuation:
         log.info("resumed from step %d (%s)", checkpoint.step, checkpoint.folder)
         known = {field.name for field in fields(Progress)} & checkpoint.state.keys()
         return Progress(**{name: checkpoint.state[name] for name in known})
+
+
+def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Returns the names of the files that are not the same; an earlier version looked at weights only."""
+    unknown = {CONFIG} - before.keys()
+    names = sorted({name for name, _ in before.items() ^ now.items()} - unknown)
+    return ", ".join(names[:4])
 
 
 def _check_names(ours: Any, theirs: Mapping[str, mx.array], folder: Path) -> None:

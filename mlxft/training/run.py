@@ -16,8 +16,7 @@ from mlxft.data.batches import PackedOrder
 from mlxft.errors import InputError, MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
-from mlxft.models.fingerprint import fingerprint
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.load import load_tokenizer, num_positions, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
 from mlxft.planning.shape import shape_of
@@ -28,14 +27,15 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import Rows, in_windows, load_rows, load_trained
+from mlxft.training.inputs import Rows, in_windows, load_rows, load_trained, warn_of_positions
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
 from mlxft.training.objectives.common import Row
-from mlxft.training.reference import check_vocabulary, model_folder, with_references
 from mlxft.training.reference import make as make_reference
+from mlxft.training.reference import with_references
+from mlxft.training.reference_files import check_tokens, digests_of_files, model_folder
 from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
@@ -94,19 +94,18 @@ class _Run:
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
         reference_folder = model_folder(config, folder)  # one that is missing is told before anything is read
-        self.weights = {"model.path": fingerprint(folder)}
-        if reference_folder != folder:
-            self.weights["loss.reference"] = fingerprint(reference_folder)
+        self.weights = digests_of_files(config, folder, reference_folder)
         if start.continuation:
             start.continuation.check_weights(self.weights)
         vocabulary = vocabulary_size(folder)
         asks = config.data.format != "tokens" or bool(config.trainer.samples)
         self.tokenizer = load_tokenizer(folder, required=asks)
         self.rows = load_rows(config, self.tokenizer, vocabulary)
+        warn_of_positions(self.rows.train + self.rows.valid, num_positions(folder))
         if reference_folder != folder:
-            check_vocabulary(self.rows.train + self.rows.valid, vocabulary_size(reference_folder))
+            check_tokens(self.rows.train + self.rows.valid, self.tokenizer, folder, reference_folder)
         if start.continuation:
-            start.continuation.check_rows(self.rows.fingerprints())
+            start.continuation.check_rows(self.rows.digests())
         self.windows = in_windows(config, self.rows.train)
         self.total_steps = self.windows.total_steps(config.trainer.max_steps, config.trainer.epochs)
         if start.step > self.total_steps:
@@ -158,7 +157,7 @@ class _Run:
             batches = fixed_batches(self.rows.train, config.data.batch_size)
             with memory_guard("scoring the reference", batches):
                 train, valid = (
-                    with_references(self.objective, self.view, rows, config, reference_folder) if rows else []
+                    with_references(self.objective, self.view, rows, config, self.weights) if rows else []
                     for rows in (self.rows.train, self.rows.valid)
                 )
             self.rows = Rows(train, valid)
@@ -230,22 +229,22 @@ class _Run:
                 with memory_guard("validation", batches):
                     return validate(self.view, self.objective, batches)
 
+        identity = resume.identity(asdict(self.config), self.weights, self.rows.digests(), self.report)
         return Loop(
-            self.config,
-            stepper,
-            self.windows,
-            self.total_steps,
-            metrics,
-            CheckpointStore(self.run_dir, self.config.trainer.keep),
-            screen,
-            stop,
-            self._write_adapter,
-            best,
-            self.memory,
-            check,
-            resume.identity(asdict(self.config), self.weights, self.rows.fingerprints(), self.report)
-            | {"gradient": asdict(self.choice.plan)},
-            self.progress,
+            config=self.config,
+            stepper=stepper,
+            windows=self.windows,
+            total_steps=self.total_steps,
+            metrics=metrics,
+            store=CheckpointStore(self.run_dir, self.config.trainer.keep),
+            screen=screen,
+            stop=stop,
+            write_adapter=self._write_adapter,
+            best=best,
+            memory=self.memory,
+            validate=check,
+            identity=identity | {"gradient": asdict(self.choice.plan)},
+            progress=self.progress,
             saved_step=0 if self.start.is_elsewhere else self.start.step,
         )
 

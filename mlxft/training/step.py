@@ -9,7 +9,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 from mlxft.layouts.noise import noise_inputs
-from mlxft.segmented.gradients import Gradient
+from mlxft.segmented.build import AnyGradient
 from mlxft.training.objectives.common import Objective, Row
 from mlxft.training.optimizer import Grouping
 from mlxft.training.update import Update, make_update
@@ -41,7 +41,7 @@ class Stepper:
     """
 
     objective: Objective
-    gradient: Gradient
+    gradient: AnyGradient
     optimizer: optimizers.Optimizer
     clip_norm: float
     seed: int
@@ -49,7 +49,7 @@ class Stepper:
     noise_alpha: float = 0.0
     group_of: Optional[Grouping] = None
     should_stop: Callable[[], bool] = lambda: False
-    _update: Optional[Update] = None
+    _update: Optional[Update] = field(default=None, init=False)
 
     def take(
         self, batches: Sequence[Sequence[Row]], step: int, learning_rate: float

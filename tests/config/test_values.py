@@ -66,6 +66,7 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
     "key, given, words",
     [
         ("optimizer.lr", "fast", "'fast' is not a number"),
+        ("trainer.memory_limit", 24_000_000_000, "a number of GB between 0 and a million"),
         ("optimizer.lr", True, "true is not a number"),
         ("optimizer.lr", None, "null is not a value"),
         ("optimizer.lr", 0, "more than 0"),

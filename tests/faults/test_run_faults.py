@@ -93,9 +93,10 @@ def test_a_model_that_cannot_be_read_is_said_and_leaves_no_folder(damage, words,
         ("x" * 300, "cannot be written: File name too long"),
     ],
 )
-def test_a_run_folder_that_cannot_be_made_is_said(run_dir, words, model, rows, here, refused):
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_run_folder_that_cannot_be_made_is_said(run_dir, words, resume, model, rows, here, refused):
     (here / "file").write_text("kept")
-    said = refused(*settings(model, rows, f"run.dir={run_dir}"))
+    said = refused(*settings(model, rows, f"run.dir={run_dir}", f"trainer.resume={resume}"))
     assert "run.dir=" in said and words in said
     assert (here / "file").read_text() == "kept"
 

@@ -37,6 +37,13 @@ def windowed(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def windowed_wide(tmp_path_factory):
+    """The same, of which they see 64."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    return make_model(folder, "gemma3_text", num_hidden_layers=6, sliding_window=64)
+
+
+@pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Two rows of 161 tokens, that is 160 positions; half of each is trained on."""
     return write_token_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", [161] * 2)

@@ -23,6 +23,7 @@ def test_the_table_is_plain_text_in_a_pipe(model, data, capsys):
     for backward in (
         "whole",
         "checkpoint",
+        "segmented, 1/2 layer",
         "segmented, 1 layer",
         "segmented, 2 layers",
         "segmented, 4 layers",
@@ -39,7 +40,8 @@ def test_json_has_sizes_that_add_up(model, data, capsys):
     assert found["parameters"] * 4 == found["weights_bytes"] + found["adapter_bytes"]
     assert 0 <= found["optimizer_bytes"] - 2 * found["adapter_bytes"] < 100
     assert found["longest"] == {"rows": 2, "length": 160, "targets": 160}
-    assert [each["kind"] for each in found["plans"]] == ["whole", "checkpoint"] + ["segmented"] * 3
+    assert [each["kind"] for each in found["plans"]] == ["whole", "checkpoint"] + ["segmented"] * 4
+    assert [each["halves"] for each in found["plans"]] == [False, False, True, False, False, False]
     assert found["taken"]["kind"] == "whole"
 
 
