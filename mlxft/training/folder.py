@@ -115,7 +115,8 @@ def _refuse_what_is_no_runs(given: Path) -> None:
         raise InputError(f"run.dir={given}: what it holds cannot be read. Choose another run.dir") from None
     except OSError:  # not there yet, or nothing that can be: making it tells which
         return
-    if names and not _is_a_runs(given):
+    # A lock alone is not enough: another program may name a file so, and a run has more to show by then.
+    if names and not (_is_a_runs(given) and (_holds_a_run(given) or _is_taken(given))):
         what = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise InputError(
             f"run.dir={given} is not the folder of a run: it holds {what}. Nothing was written there. Give a "

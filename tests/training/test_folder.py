@@ -69,6 +69,7 @@ def test_a_folder_that_holds_something_else_is_refused_and_nothing_is_put_there(
     """By its name, as the folder one is in, and as a full path."""
     place = shutil.copytree(model, here / "run")
     (place / ".hidden").write_text("mine")
+    (place / ".lock").write_text("some program's")
     if where == ".":
         monkeypatch.chdir(place)
     before = content(place)
@@ -82,7 +83,16 @@ def test_a_folder_that_holds_something_else_is_refused_and_nothing_is_put_there(
         "model.safetensors, tokenizer.json and 1 more. Nothing was written there. Give a folder that is new "
         f"or empty, for instance run.dir={folder / 'run'}"
     )
-    assert content(place) == before and not (place / ".lock").exists() and not (place / "train.log").exists()
+    assert content(place) == before and (place / ".lock").read_text() and not (place / "train.log").exists()
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_notes_beside_a_run_that_is_still_loading_do_not_hide_it(resume, model, data, here):
+    with open_run("sft", config(model, data, **{"run.dir": "run"})):
+        (here / "run" / "notes.txt").write_text("mine")
+        with pytest.raises(InputError, match="another process trains in run now"):
+            with open_run("sft", config(model, data, **{"run.dir": "run", "trainer.resume": resume})):
+                pass
 
 
 @pytest.mark.parametrize("resume", ["none", "auto"])
@@ -93,7 +103,7 @@ def test_the_root_of_the_disk_is_no_runs_folder(resume, model, data):
 
 
 @pytest.mark.parametrize("resume", ["none", "auto"])
-@pytest.mark.parametrize("names", [[], [".lock", "train.log"], [".lock", "notes.txt"], ["lost+found"]])
+@pytest.mark.parametrize("names", [[], [".lock", "train.log"], ["lost+found"]])
 def test_an_empty_folder_and_one_that_a_run_left_early_are_used(names, resume, model, data, here):
     (here / "run").mkdir()
     for name in names:

@@ -64,7 +64,7 @@ def test_another_model_in_the_place_of_the_first_is_scored_though_sizes_and_time
 
 
 def test_a_model_with_another_configuration_is_scored_anew(is_kept, model, here):
-    own = shutil.copytree(model, here / "own")
+    own = dated(shutil.copytree(model, here / "own"))
     assert not is_kept("dpo", model=own)
     config = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
