@@ -49,3 +49,8 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
 def is_embedding(name: str) -> bool:
     """Tells whether a layer's name or path is that of a model's embedding."""
     return name.rpartition(".")[2] in EMBEDDINGS
+
+
+def wsd_decay_steps(total_steps: int, share: float) -> int:
+    """Returns how many of a run's steps the schedule wsd falls in, at least one."""
+    return max(1, round(total_steps * share))

@@ -11,6 +11,7 @@ from mlxft.config.choices import (
     PAIR_OBJECTIVES,
     SMOOTHED_VARIANTS,
     is_embedding,
+    wsd_decay_steps,
 )
 from mlxft.config.keys import Key, is_missing
 from mlxft.resources import bundled_data, folder
@@ -50,6 +51,11 @@ def _schedule(settings: Mapping[str, Any], given: set[str]) -> Found:
     name = settings["schedule.name"]
     if name == "constant" and "schedule.final_ratio" in given:
         yield "schedule.final_ratio", "a constant schedule ends where it began; leave it out"
+    steps, warmup = settings["trainer.max_steps"], settings["schedule.warmup_steps"]
+    if name == "wsd" and steps is not None and warmup < steps:
+        falling = wsd_decay_steps(steps, settings["schedule.decay_share"])
+        if warmup + falling > steps:
+            yield "schedule.warmup_steps", f"{warmup} steps, and {falling} to fall in, are more than {steps}"
     if name != "wsd" and "schedule.decay_share" in given:
         yield "schedule.decay_share", f"it is of schedule.name=wsd, not {name}; leave it out"
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
-from mlxft.config.choices import OPTIMIZERS
+from mlxft.config.choices import OPTIMIZERS, wsd_decay_steps
 from mlxft.config.schema import OptimizerConfig, ScheduleConfig
 from mlxft.errors import InputError
 
@@ -87,11 +87,6 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleCo
     if schedule.name == "linear":
         return peak + (final - peak) * progress
     return final + (peak - final) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def wsd_decay_steps(total_steps: int, share: float) -> int:
-    """Returns how many of a run's steps the schedule wsd falls in, at least one."""
-    return max(1, round(total_steps * share))
 
 
 def check_schedule(schedule: ScheduleConfig, total_steps: int) -> None:

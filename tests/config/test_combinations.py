@@ -59,6 +59,16 @@ def made(rows, **settings):
         ({"head__kind": "full", "head__chunk": 64}, "head.chunk", "head.kind=full"),
         ({"schedule__name": "constant", "schedule__final_ratio": 0.1}, "schedule.final_ratio", "constant"),
         ({"schedule__decay_share": 0.2}, "schedule.decay_share", "schedule.name=wsd, not cosine"),
+        (
+            {
+                "schedule__name": "wsd",
+                "schedule__warmup_steps": 7,
+                "schedule__decay_share": 0.4,
+                "trainer__max_steps": 10,
+            },
+            "schedule.warmup_steps",
+            "7 steps, and 4 to fall in, are more than 10",
+        ),
         ({"adapter__kind": "full", "adapter__rslora": True}, "adapter.rslora", "adapter.kind=full"),
         (
             {"adapter__kind": "full", "adapter__modules_to_save": ["norm"]},
