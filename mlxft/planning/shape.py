@@ -17,6 +17,7 @@ from mlxft.models.decoder import DecoderView, unchecked_view
 from mlxft.models.frozen_linear import dimensions
 from mlxft.models.load import lazy_model
 from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.models.whole_modules import base_arrays
 from mlxft.planning.scores import Attention
 from mlxft.training import optimizer
 
@@ -108,13 +109,13 @@ def shape_of(view: DecoderView, report: AdapterReport, config: Config) -> ModelS
         groups=groups,
         num_parameters=report.num_total,
         num_trained=report.num_trainable,
-        model_bytes=_bytes(model.parameters()),
+        model_bytes=_bytes(model.parameters()) + _bytes(base_arrays(model)),
         trained_bytes=trained_bytes,
         state_bytes=_state_bytes(config, model),
         outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
         largest_outside_bytes=_largest_outside(view),
         trained_head_bytes=_bytes(view.head_module.trainable_parameters()),
-        vocabulary=view.embedding.weight.shape[0],
+        vocabulary=view.vocabulary,
         width=hidden.shape[-1],
         attention=_attention(view, hidden),
         window=min(windows, default=None),

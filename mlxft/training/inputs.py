@@ -11,6 +11,7 @@ from mlxft.config.schema import Config
 from mlxft.data.batches import order_of, packed_sizes
 from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import load_for
+from mlxft.models.adapters import settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
@@ -80,5 +81,6 @@ def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterRepo
     model = load_model(folder, config.model.dtype)
     made = view(model)
     report = apply_adapter(model, config.adapter, config.trainer.seed)
+    settle(model)
     log.info("%s", report)
     return made, report

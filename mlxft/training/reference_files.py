@@ -8,7 +8,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mlxft.config.choices import LOSS_KEYS
-from mlxft.config.schema import Config
+from mlxft.config.schema import AdapterConfig, Config
 from mlxft.data.example import Pair, Unpaired
 from mlxft.errors import InputError
 from mlxft.models.fingerprint import adapter_digests, weight_digests
@@ -53,8 +53,21 @@ def digests_of_files(config: Config, policy: Path, reference: Path) -> dict[str,
     if reference != policy:
         digests["loss.reference"] = weight_digests(reference)
     if is_the_start(config) and config.adapter.init_from:
-        digests["adapter.init_from"] = adapter_digests(Path(config.adapter.init_from).expanduser())
+        digests["adapter.init_from"] = _of_starts(config.adapter)
     return digests
+
+
+def _of_starts(adapter: AdapterConfig) -> Digests:
+    """Returns the digests of the adapters that are added up, each file's name with its adapter's number."""
+    folders = [Path(folder).expanduser() for folder in adapter.starts]
+    if len(folders) == 1 and adapter.init_weights is None:
+        return adapter_digests(folders[0])
+    found = {
+        f"{number}/{name}": digest
+        for number, folder in enumerate(folders)
+        for name, digest in adapter_digests(folder).items()
+    }
+    return found | {"adapter.init_weights": str(adapter.init_weights)}
 
 
 def check_tokens(rows: Sequence[Pair | Unpaired], tokenizer: Any, policy: Path, reference: Path) -> None:

@@ -51,7 +51,19 @@ _FIXED = (
 )
 # Judged by what came of them: the rows' tokens, the adapter's layers, rank and scale.
 _OF_ROWS = ("data.train", "data.format", "data.max_length", "data.truncate", "data.train_on", "data.columns")
-_OF_ADAPTER = ("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.layers", "adapter.init_from")
+_OF_ADAPTER = tuple(
+    f"adapter.{key}"
+    for key in (
+        "rank",
+        "alpha",
+        "rslora",
+        "targets",
+        "layers",
+        "modules_to_save",
+        "init_from",
+        "init_weights",
+    )
+)
 _JUDGED_LATER = _OF_ROWS + _OF_ADAPTER + ("data.valid",)
 # These say where, whether and how often something is written; training is the same with any of them.
 _WITHOUT_EFFECT = (
@@ -77,7 +89,7 @@ def settings(config: Mapping[str, Any], folder: Path) -> Settings:
     flat = {name: None if key.default == MISSING else key.default for name, key in keys.items()} | given
     for name in _PATHS:
         flat[name] = _located(flat[name], folder)
-    if flat["adapter.kind"] == "lora" and flat["adapter.init_from"] is None:
+    if flat["adapter.kind"] != "full" and flat["adapter.init_from"] is None:
         flat["adapter.rank"] = flat["adapter.rank"] or DEFAULT_RANK
         flat["adapter.alpha"] = flat["adapter.alpha"] or 2 * flat["adapter.rank"]
     return json.loads(json.dumps(flat))  # lists for tuples, as a checkpoint has them
@@ -112,7 +124,8 @@ def identity(
 
 
 def _adapter(report: AdapterReport) -> dict[str, Any]:
-    return {"rank": report.rank, "alpha": report.alpha, "layers": sorted(report.targets)}
+    layers = {"layers": sorted(report.targets), "modules": sorted(report.modules)}
+    return {"rank": report.rank, "alpha": report.alpha} | layers
 
 
 class Continuation:
@@ -218,11 +231,12 @@ class Continuation:
 
     def check_adapter(self, report: AdapterReport) -> None:
         """Compares what is trained now with what the checkpoint holds."""
-        before, now = self.checkpoint.state["adapter"], _adapter(report)
+        # An earlier version's says nothing of modules that are trained whole: it had none.
+        before, now = {"modules": []} | self.checkpoint.state["adapter"], _adapter(report)
         same_alpha = before["alpha"] == now["alpha"] or math.isclose(
             before["alpha"] or 0, now["alpha"] or 0, rel_tol=1e-6
         )
-        if not same_alpha or any(before[name] != now[name] for name in ("rank", "layers")):
+        if not same_alpha or any(before[name] != now[name] for name in ("rank", "layers", "modules")):
             self._refuse("holds an adapter of other layers, rank or scale", self._among(_OF_ADAPTER))
 
     def _among(self, keys: Sequence[str]) -> list[str]:

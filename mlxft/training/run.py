@@ -116,12 +116,7 @@ class _Run:
                 f"{start.continuation.checkpoint.folder} has {start.step} steps done, and the run is to have "
                 f"{self.total_steps}. Give more: trainer.max_steps or trainer.epochs"
             )
-        if config.schedule.warmup_steps >= self.total_steps:
-            raise InputError(
-                f"schedule.warmup_steps={config.schedule.warmup_steps} are not fewer than the run's "
-                f"{self.total_steps} steps: the learning rate would never be optimizer.lr. Give fewer, or "
-                "more trainer.epochs"
-            )
+        optimizer.check_schedule(config.schedule, self.total_steps)
         self.view, self.report = load_trained(config, folder)
         if start.continuation:
             start.continuation.check_adapter(self.report)
@@ -175,6 +170,8 @@ class _Run:
             layout = choose_layout(objective, self.rows.train, self.view.layouts)
         asked = config.trainer.gradient
         self.view.require(layout, "whole" if asked == "auto" else asked)
+        if config.trainer.neftune_alpha:
+            self.view.require_noise()
         reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
@@ -196,6 +193,8 @@ class _Run:
             trainer.clip_norm,
             trainer.seed,
             self.config.adapter.dropout > 0,
+            trainer.neftune_alpha,
+            optimizer.grouping(self.config.optimizer),
         )
         stepper.optimizer.init(self.view.model.trainable_parameters())
         return stepper
