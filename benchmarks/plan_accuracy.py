@@ -1,11 +1,12 @@
 """Predicted peaks and times against those of real steps, each in a process of its own.
 
     python benchmarks/plan_accuracy.py --model FOLDER [--cases 1x512,4x512,1x2048] [--steps 2]
-    python benchmarks/plan_accuracy.py --tiny
+    python benchmarks/plan_accuracy.py --tiny [--window 1024]
 
 Rows of random tokens, all trained on; one line a case: rows x positions, adapter, backward, what `mlxft
 plan` predicts, `peak_bytes` and `seconds` of the last step in metrics.jsonl. --tiny: 16 layers of width 128,
-4 heads, a vocabulary of 8,192, LoRA of rank 4 on q, v and down, in place of --model. Cases that are predicted
+4 heads, a vocabulary of 8,192, LoRA of rank 4 on q, v and down, in place of --model. --window: of Gemma 3's
+kind, five of six layers with a sliding window of so many positions. Cases that are predicted
 not to fit this machine are left out.
 """
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Optional
 
 import numpy as np
 
@@ -32,8 +34,15 @@ TINY = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-LORA = [["trainer.gradient=whole"], ["trainer=checkpoint"], ["trainer=segmented", "trainer.segment_layers=1"]]
-FULL = [LORA[0], LORA[2]]
+WINDOWED = TINY | {
+    "model_type": "gemma3_text",
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 32,
+    "rope_local_base_freq": 1000.0,
+}
+WHOLE, CHECKPOINT = ["trainer.gradient=whole"], ["trainer=checkpoint"]
+ONE, HALF = (["trainer=segmented", f"trainer.segment_layers={layers}"] for layers in ("1", "half"))
+LORA, FULL = [WHOLE, CHECKPOINT, ONE, HALF], [WHOLE, ONE]
 TINY_ADAPTER = ["adapter.rank=4", "adapter.targets=[q_proj,v_proj,down_proj]"]
 
 
@@ -61,14 +70,16 @@ def measure(model: Path, case: tuple[int, int], how: list[str], steps: int, fold
     if planned.returncode:
         raise SystemExit(planned.stderr)
     plan = json.loads(planned.stdout)
-    kind, layers = plan["taken"]["kind"], plan["taken"]["segment_layers"]
-    said = next(each for each in plan["plans"] if (each["kind"], each["segment_layers"]) == (kind, layers))
+    taken = plan["taken"]
+    said = next(each for each in plan["plans"] if taken.items() <= each.items())
+    layers = "half" if taken["halves"] else taken["segment_layers"]
+    backward = f"segmented {layers}" if taken["kind"] == "segmented" else taken["kind"]
     adapter = "full" if "adapter=full" in how else "lora"
-    line = f"{rows} x {length:<6} {adapter:<5} {kind + f' {layers}' * (kind == 'segmented'):<12}"
+    line = f"{rows} x {length:<6} {adapter:<5} {backward:<14}"
     if not plan["taken_fits"]:
         print(f"{line} predicted {said['peak_bytes'] / 1e6:9.1f} MB: does not fit", flush=True)
         return
-    run_dir = folder / f"run-{rows}x{length}-{adapter}-{kind}-{layers}"
+    run_dir = folder / f"run-{rows}x{length}-{adapter}-{backward.replace(' ', '-')}"
     trained = run("train", [*overrides, f"trainer.max_steps={steps}", f"run.dir={run_dir}"])
     if trained.returncode:
         raise SystemExit(trained.stderr)
@@ -83,19 +94,21 @@ def measure(model: Path, case: tuple[int, int], how: list[str], steps: int, fold
     )
 
 
-def tiny_model(folder: Path) -> Path:
-    """Writes the tiny model with random weights."""
+def tiny_model(folder: Path, window: Optional[int]) -> Path:
+    """Writes the tiny model with random weights, with sliding windows where given one."""
     import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
 
     import mlx.core as mx  # isort: skip
     from mlx.utils import tree_flatten
-    from mlx_lm.models.qwen3 import Model, ModelArgs
+    from mlx_lm.utils import _get_classes
 
-    model = Model(ModelArgs.from_dict(TINY))
+    config = TINY if window is None else WINDOWED | {"sliding_window": window}
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(config))
     folder.mkdir()
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -106,13 +119,14 @@ def main() -> None:
     models = parser.add_mutually_exclusive_group(required=True)
     models.add_argument("--model", type=Path, help="a folder with a model")
     models.add_argument("--tiny", action="store_true", help="the tiny model instead")
+    parser.add_argument("--window", type=int, default=None, help="of the tiny model's sliding attention")
     parser.add_argument("--cases", default=None, help="rows x positions, several with commas")
     parser.add_argument("--steps", type=int, default=2, help="optimiser steps of each case")
     options = parser.parse_args()
     cases = options.cases or ("1x2048,1x4096,4x512" if options.tiny else "1x512,4x512,1x2048,4x2048")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        model = tiny_model(folder / "tiny") if options.tiny else options.model
+        model = tiny_model(folder / "tiny", options.window) if options.tiny else options.model
         adapter = TINY_ADAPTER if options.tiny else []
         for case in cases.split(","):
             rows, length = map(int, case.split("x"))

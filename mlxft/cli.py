@@ -315,6 +315,17 @@ usage: mlxft recipes [NAME | copy NAME]
 Lists the recipes, shows one, or copies one to ./recipes, where +recipe=NAME finds it before mlxft's own."""
 
 
+def _migrate_help() -> str:
+    return """\
+usage: mlxft migrate FILE
+
+Prints a training configuration of mlx-lm (mlx_lm.lora --config FILE) as a recipe. What the run will do
+otherwise stands in it as comments; a setting that has no counterpart is refused.
+
+  mlxft migrate lora_config.yaml > recipes/mine.yaml
+  mlxft train +recipe=mine"""
+
+
 def _doctor_help() -> str:
     return """\
 usage: mlxft doctor [--json] [--online]
@@ -336,6 +347,9 @@ COMMANDS = {
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
+    "migrate": Command(
+        "an mlx-lm configuration as a recipe", _migrate_help, _main_of("mlxft.config.migrate")
+    ),
     "doctor": Command(
         "backend, versions, BLAS, memory and speed of this machine", _doctor_help, _main_of("mlxft.doctor")
     ),

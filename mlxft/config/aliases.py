@@ -76,6 +76,12 @@ _MEANT: dict[str, str] = {
     "adapter.rank": "lora_r r lora_rank",
     "adapter.alpha": "lora_alpha",
     "adapter.alpha; its scale is alpha / rank": "scale lora_scale lora_scaling",
+    "adapter.rslora": "use_rslora rank_stabilized rs_lora",
+    "adapter.kind=dora": "use_dora",
+    "adapter.modules_to_save": "lora_modules_to_save additional_target additional_trainable",
+    "optimizer.lora_plus_ratio": "loraplus_lr_ratio lora_plus lora_plus_lr_ratio loraplus_ratio",
+    "trainer.neftune_alpha": "neftune_noise_alpha noise_alpha",
+    "schedule.decay_share, the share of all steps that wsd falls in": "num_decay_steps decay_ratio",
     "adapter.dropout": "lora_dropout",
     "adapter.targets": (
         "lora_target_modules target_modules lora_target keys lora_keys lora_attn_modules lora_target_linear"

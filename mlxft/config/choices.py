@@ -13,12 +13,16 @@ SPLITS = ("train", "valid")
 TRUNCATIONS = ("prompt_left", "right", "drop", "error")
 TRAIN_ON = ("assistant", "last_assistant", "all")
 HEADS = ("auto", "full", "chunked")
-ADAPTERS = ("lora", "full")
-SCHEDULES = ("constant", "cosine", "linear")
+ADAPTERS = ("lora", "dora", "full")
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
 DPO_VARIANTS = ("sigmoid", "robust", "cdpo", "ipo", "hinge", "norm", "exo_pair", "apo_zero")
 SMOOTHED_VARIANTS = ("robust", "cdpo", "exo_pair")  # those that label_smoothing has a meaning for
 NLL_SCOPES = ("full", "response")
 REFERENCE_TIMES = ("once", "every_step")
+
+# The keys of `adapter` that say something of low-rank updates.
+LOW_RANK_KEYS = ("rank", "alpha", "rslora", "dropout", "targets", "layers", "modules_to_save")
+EMBEDDINGS = ("embed_tokens", "wte", "embeddings")  # what models call theirs
 
 PAIR_OBJECTIVES = ("dpo", "orpo", "cpo", "simpo")
 # The keys of `loss` that each objective reads.
@@ -44,3 +48,13 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
     "adagrad": frozenset({"eps"}),
     "adadelta": frozenset({"eps"}),
 }
+
+
+def is_embedding(name: str) -> bool:
+    """Tells whether a layer's name or path is that of a model's embedding."""
+    return name.rpartition(".")[2] in EMBEDDINGS
+
+
+def wsd_decay_steps(total_steps: int, share: float) -> int:
+    """Returns how many of a run's steps the schedule wsd falls in, at least one."""
+    return max(1, round(total_steps * share))

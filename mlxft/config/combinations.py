@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxft.config.choices import LOSS_KEYS, OPTIMIZERS, PAIR_OBJECTIVES, SMOOTHED_VARIANTS
+from mlxft.config.choices import (
+    LOSS_KEYS,
+    LOW_RANK_KEYS,
+    OPTIMIZERS,
+    PAIR_OBJECTIVES,
+    SMOOTHED_VARIANTS,
+    is_embedding,
+    wsd_decay_steps,
+)
 from mlxft.config.keys import Key, is_missing
 from mlxft.data.sources import on_hub
 from mlxft.resources import bundled_data, folder
@@ -19,26 +27,41 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     """
     given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
     yield from _steps(settings)
+    yield from _schedule(settings, given)
     yield from _rows(settings, given)
     yield from _sources(settings, given)
     yield from _streaming(settings, given)
     yield from _objective(settings, given)
+    yield from _dry_run(settings)
     yield from _segments(settings, given)
     yield from _loss(settings, given)
     yield from _validation(settings)
     yield from _adapter(settings, given)
+    yield from starting_adapters(settings)
     yield from _optimizer(settings, given)
+    yield from _parameter_groups(settings)
     yield from _saving(settings)
     if settings["head.kind"] == "full" and "head.chunk" in given:
         yield "head.chunk", "it has no meaning with head.kind=full; leave one of them out"
-    if settings["schedule.name"] == "constant" and "schedule.final_ratio" in given:
-        yield "schedule.final_ratio", "a constant schedule ends where it began; leave it out"
 
 
 def _steps(settings: Mapping[str, Any]) -> Found:
     steps, warmup = settings["trainer.max_steps"], settings["schedule.warmup_steps"]
     if steps is not None and warmup >= steps:
         yield "schedule.warmup_steps", f"{warmup} steps are not fewer than trainer.max_steps={steps}"
+
+
+def _schedule(settings: Mapping[str, Any], given: set[str]) -> Found:
+    name = settings["schedule.name"]
+    if name == "constant" and "schedule.final_ratio" in given:
+        yield "schedule.final_ratio", "a constant schedule ends where it began; leave it out"
+    steps, warmup = settings["trainer.max_steps"], settings["schedule.warmup_steps"]
+    if name == "wsd" and steps is not None and warmup < steps:
+        falling = wsd_decay_steps(steps, settings["schedule.decay_share"])
+        if warmup + falling > steps:
+            yield "schedule.warmup_steps", f"{warmup} steps, and {falling} to fall in, are more than {steps}"
+    if name != "wsd" and "schedule.decay_share" in given:
+        yield "schedule.decay_share", f"it is of schedule.name=wsd, not {name}; leave it out"
 
 
 def _rows(settings: Mapping[str, Any], given: set[str]) -> Found:
@@ -129,6 +152,11 @@ def _objective(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "data.train_on", f"{objective} trains on the answers; leave it out, or say last_assistant"
 
 
+def _dry_run(settings: Mapping[str, Any]) -> Found:
+    if settings["trainer.dry_run"] and settings["trainer.log_memory"]:
+        yield "trainer.log_memory", "it writes into a run's folder, and trainer.dry_run leaves none"
+
+
 def _segments(settings: Mapping[str, Any], given: set[str]) -> Found:
     if settings["trainer.gradient"] == "segmented":
         return
@@ -164,11 +192,42 @@ def _validation(settings: Mapping[str, Any]) -> Found:
 
 
 def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
-    if settings["adapter.kind"] != "full":
-        return
-    for name in ("adapter.rank", "adapter.alpha", "adapter.dropout", "adapter.targets", "adapter.layers"):
-        if name in given:
+    kind = settings["adapter.kind"]
+    if kind == "full":
+        for name in [f"adapter.{key}" for key in LOW_RANK_KEYS if f"adapter.{key}" in given]:
             yield name, "it has no meaning with adapter.kind=full, which trains every weight; leave it out"
+    elif settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
+        yield "adapter.rslora", "the scale of adapter.init_from is taken over as it is; leave it out"
+    if kind == "dora":
+        embeddings = [name for name in settings["adapter.targets"] or () if is_embedding(name)]
+        if embeddings:
+            yield "adapter.targets", f"DoRA is of linear layers only, not of {embeddings[0]}: use lora for it"
+
+
+def starting_adapters(settings: Mapping[str, Any]) -> Found:
+    """Yields (key, what is wrong) for adapters that cannot be added up as they are asked for."""
+    folders, weights = settings.get("adapter.init_from"), settings.get("adapter.init_weights")
+    number = 0 if is_missing(folders) else 1 if isinstance(folders, str) else len(folders)
+    if weights is not None and not number:
+        yield "adapter.init_weights", "there is nothing to weigh; give adapter.init_from"
+    elif weights is not None and len(weights) != number:
+        yield "adapter.init_weights", f"{len(weights)} weights for the {number} in adapter.init_from"
+    kind = settings.get("adapter.kind", "lora")
+    if (number > 1 or weights is not None) and kind != "lora":
+        yield "adapter.init_from", f"only LoRA adapters can be added up or weighed, not those of kind {kind}"
+
+
+def _parameter_groups(settings: Mapping[str, Any]) -> Found:
+    full = settings["adapter.kind"] == "full"
+    if full and settings["optimizer.lora_plus_ratio"] != 1:
+        yield "optimizer.lora_plus_ratio", "adapter.kind=full has no B to give another rate; leave it out"
+    if settings["optimizer.decay_vectors"]:
+        return
+    name = settings["optimizer.name"]
+    if "weight_decay" not in OPTIMIZERS[name] or not settings["optimizer.weight_decay"]:
+        yield "optimizer.decay_vectors", "nothing decays: give optimizer.weight_decay, or leave it out"
+    elif settings["adapter.kind"] == "lora" and settings["adapter.modules_to_save"] is None:
+        yield "optimizer.decay_vectors", "of a LoRA adapter only matrices are trained; leave it out"
 
 
 def _optimizer(settings: Mapping[str, Any], given: set[str]) -> Found:
@@ -195,9 +254,10 @@ def absent_files(settings: Mapping[str, Any]) -> Found:
         for file in _paths(settings.get(name)):
             yield from ((name, text) for text in _absent_data(file))
     for name in ("model.path", "adapter.init_from", "loss.reference", "trainer.resume"):
-        value = settings.get(name)
-        if isinstance(value, str) and value.startswith(("/", "./", "../")) and not Path(value).exists():
-            yield name, f"there is no {value}"
+        given = settings.get(name)
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and value.startswith(("/", "./", "../")) and not Path(value).exists():
+                yield name, f"there is no {value}"
 
 
 def _absent_data(file: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
-from mlxft.config.combinations import absent_files, training_contradictions
+from mlxft.config.combinations import absent_files, starting_adapters, training_contradictions
 from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
@@ -55,6 +55,7 @@ class Command:
 
 _MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
 _ROWS = (("data.train",), "a file: data.train=rows.jsonl")
+_ADAPTED = ("adapter.init_from", "adapter.init_weights")
 _READING = ("train", "valid", "format", "max_length", "truncate", "batch_size", "train_on", "columns")
 COMMANDS = {
     command.name: command
@@ -64,12 +65,12 @@ COMMANDS = {
         Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(
             "eval",
-            ("model", "head", "adapter.init_from", *(f"data.{name}" for name in _READING)),
+            ("model", "head", *_ADAPTED, *(f"data.{name}" for name in _READING)),
             (_MODEL, (("data.valid", "data.train"), "a file: data.valid=rows.jsonl")),
         ),
         Command(
             "generate",
-            ("model", "adapter.init_from"),
+            ("model", *_ADAPTED),
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
             own=GenerateConfig,
         ),
@@ -238,6 +239,8 @@ def _check_together(
     checks = [absent_files(settings)]
     if command.uses is None:
         checks.append(training_contradictions(settings, keys))
+    else:
+        checks.append(starting_adapters(settings))
     for check in checks:
         for name, text in check:
             if not problems.about(name):

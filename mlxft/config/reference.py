@@ -41,7 +41,9 @@ def generation_keys() -> str:
 
 
 def _comments(schema: type) -> dict[str, str]:
-    return {found["name"]: found["comment"] or "" for found in _FIELD.finditer(inspect.getsource(schema))}
+    """Returns what the schema says of each key, in the words of YAML."""
+    found = {field["name"]: field["comment"] or "" for field in _FIELD.finditer(inspect.getsource(schema))}
+    return {name: comment.replace("None", "null") for name, comment in found.items()}
 
 
 def _line(key: Key, comments: dict[str, str]) -> str:

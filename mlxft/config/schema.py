@@ -58,6 +58,7 @@ class TrainerConfig:
     accumulate: int = 1  # micro-batches of an optimiser step
     seed: int = 0  # of the row order, dropout and new adapters
     clip_norm: float = 1.0  # of the gradient; 0 turns clipping off
+    neftune_alpha: float = 0.0  # noise on embeddings: alpha / sqrt(tokens of the row x width); 0: none
     deterministic: bool = False  # repeatable to the bit on a GPU too, as far as it reaches; slower
     eval_every: int = 0  # optimiser steps; 0: at the end only, when there is validation data
     save_every: int = 0  # optimiser steps; 0: at the end only
@@ -66,6 +67,7 @@ class TrainerConfig:
     resume: str = "none"  # none | auto | a run's folder or a checkpoint's folder
     patience: int = 0  # validations without improvement before stopping; 0: never stop early
     min_delta: float = 0.0  # smallest fall of the validation loss that counts as improvement
+    dry_run: bool = False  # one step on the longest batch, to see what it takes; writes nothing
     log_memory: bool = False  # peak, active and cached bytes of each phase of a step, to memory.jsonl
     samples: list[str] = field(default_factory=list)  # questions answered before and after training
 
@@ -98,13 +100,21 @@ class HeadConfig:
 class AdapterConfig:
     """The group `adapter`: what is trained."""
 
-    kind: str = "lora"  # lora | full
+    kind: str = "lora"  # lora | dora | full
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
+    rslora: bool = False  # scale = alpha / sqrt(rank)
     dropout: float = 0.0  # share of the adapter's inputs set to zero
-    targets: Any = None  # names or patterns of linear layers; None: all of a block's
+    targets: Any = None  # names or patterns of linear layers, experts too; None: all linear ones of a block
     layers: Any = "all"  # "all", or the last N: "last 8"
-    init_from: Optional[str] = None  # an adapter's folder, mlx-lm's or PEFT's
+    modules_to_save: Any = None  # names of modules that are trained whole beside it: [norm,lm_head]
+    init_from: Any = None  # an adapter's folder, mlx-lm's or PEFT's; several are added up
+    init_weights: Optional[list[float]] = None  # what each of several counts; None: 1
+
+    @property
+    def starts(self) -> list[str]:
+        """The folders in `init_from`."""
+        return [self.init_from] if isinstance(self.init_from, str) else list(self.init_from or [])
 
 
 @dataclass
@@ -117,15 +127,18 @@ class OptimizerConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # of the two moments
     eps: float = 1e-8  # keeps the division finite
     bias_correction: bool = True  # of the moments' first steps
+    lora_plus_ratio: float = 1.0  # the learning rate of an adapter's B over that of all else
+    decay_vectors: bool = True  # false: no weight decay for norms, biases and DoRA's magnitudes
 
 
 @dataclass
 class ScheduleConfig:
     """The group `schedule`: the learning rate over the steps."""
 
-    name: str = "cosine"  # constant | cosine | linear
+    name: str = "cosine"  # constant | cosine | linear | wsd
     warmup_steps: int = 0  # optimiser steps from nothing to the highest learning rate
     final_ratio: float = 0.0  # the last learning rate over the highest
+    decay_share: float = 0.1  # of wsd: the share of all steps, the last ones, that it falls in
 
 
 @dataclass

@@ -165,8 +165,12 @@ def _count(value: Any) -> int:
     return Range(1)(_whole(value))
 
 
+_GIGABYTES = "a number of GB between 0 and a million"
+_MOST_GIGABYTES = 1e6  # more than any machine has: somebody wrote bytes
+
+
 def _gigabytes(value: Any) -> float:
-    return Range(0, open_low=True)(_number(value))
+    return Range(0, _MOST_GIGABYTES, open_low=True)(_number(value))
 
 
 def _auto_or_truth(value: Any) -> Any:
@@ -185,12 +189,20 @@ def _layers(value: Any) -> str:
 
 
 def _targets(value: Any) -> list[str]:
+    return _names(value, "layer", "[q_proj,v_proj]", "adapt all of a block's")
+
+
+def _modules(value: Any) -> list[str]:
+    return _names(value, "module", "[norm,lm_head]", "train none whole")
+
+
+def _names(value: Any, what: str, example: str, without: str) -> list[str]:
     names = value.split(",") if isinstance(value, str) else value
     if isinstance(names, Mapping) or not isinstance(names, Sequence):
-        raise ValueError(f"{_shown(value)} is not a list of names of layers; write [q_proj,v_proj]")
+        raise ValueError(f"{_shown(value)} is not a list of names of {what}s; write {example}")
     names = [_text(name).strip() for name in names]
     if not names or "" in names:
-        raise ValueError("an empty name of a layer; leave the key out to adapt all of a block's")
+        raise ValueError(f"an empty name of a {what}; leave the key out to {without}")
     return names
 
 
@@ -240,6 +252,21 @@ _SET_RULES: dict[str, Rule] = {
     "columns": lambda value: _convert(dict[str, str], value),
 }
 
+def _folders(value: Any) -> str | list[str]:
+    if isinstance(value, Mapping):
+        raise ValueError("it is a folder or a list of folders, not a dictionary")
+    folders = _paths(value)
+    if not isinstance(folders, str) and not folders:
+        raise ValueError("an empty list of folders; leave the key out to start a new adapter")
+    return folders[0] if len(folders) == 1 and not isinstance(folders, str) else folders
+
+
+def _weights(value: list[float]) -> list[float]:
+    if not value or 0 in value:
+        raise ValueError(f"{value}: each must be a number other than 0, for example [0.7,0.3]")
+    return value
+
+
 _COUNT = "a whole number, at least 1"
 
 RULES: dict[str, Rule] = {
@@ -262,12 +289,13 @@ RULES: dict[str, Rule] = {
     "trainer.gradient": one_of(choices.GRADIENTS),
     "trainer.segment_layers": _number_or("auto", "half", number=_count, called=_COUNT),
     "trainer.in_flight": _number_or("auto", number=_count, called=_COUNT),
-    "trainer.memory_limit": _number_or("auto", number=_gigabytes, called="a number of GB, more than 0"),
+    "trainer.memory_limit": _number_or("auto", number=_gigabytes, called=_GIGABYTES),
     "trainer.max_steps": Range(1),
     "trainer.epochs": Range(0, 1e5, open_low=True),
     "trainer.accumulate": Range(1),
     "trainer.seed": Range(0, 2**32, open_high=True),
     "trainer.clip_norm": Range(0),
+    "trainer.neftune_alpha": Range(0, 1e4),
     "trainer.eval_every": Range(0),
     "trainer.save_every": Range(0),
     "trainer.keep": _number_or("all", number=_count, called="a number of checkpoints, at least 1"),
@@ -292,15 +320,19 @@ RULES: dict[str, Rule] = {
     "adapter.dropout": Range(0, 1, open_high=True),
     "adapter.targets": _targets,
     "adapter.layers": _layers,
-    "adapter.init_from": _path,
+    "adapter.modules_to_save": _modules,
+    "adapter.init_from": _folders,
+    "adapter.init_weights": _weights,
     "optimizer.name": one_of(tuple(choices.OPTIMIZERS)),
     "optimizer.lr": Range(0, open_low=True),
     "optimizer.weight_decay": Range(0),
     "optimizer.betas": _betas,
     "optimizer.eps": Range(1e-37),
+    "optimizer.lora_plus_ratio": Range(0, 1e4, open_low=True),
     "schedule.name": one_of(choices.SCHEDULES),
     "schedule.warmup_steps": Range(0),
     "schedule.final_ratio": Range(0, 1),
+    "schedule.decay_share": Range(0, 1, open_low=True),
     "run.dir": _path,
     "preview.rows": Range(1),
     "preview.split": one_of(choices.SPLITS),

@@ -9,7 +9,7 @@ import numpy as np
 from mlxft.data.example import Example, Pair, Unpaired
 
 
-def fingerprint(rows: Sequence[Example | Pair | Unpaired]) -> str:
+def rows_digest(rows: Sequence[Example | Pair | Unpaired]) -> str:
     """Returns a digest of every array and label of every row, in order; not of where rows came from."""
     digest = hashlib.sha256()
     for row in rows:

@@ -59,7 +59,7 @@ def main(overrides: list[str]) -> int:
 
     composed = compose(overrides, command="preview")
     config, wanted = composed.config, composed.preview
-    folder = resolve(config.model.path, config.model.revision)
+    folder = resolve(config.model.path, config.model.revision, with_weights=False)
     tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
     source = config.data.train if wanted.split == "train" else config.data.valid
     validates, vocabulary = wanted.split == "valid", vocabulary_size(folder)

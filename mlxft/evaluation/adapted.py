@@ -1,4 +1,4 @@
-"""A model as `eval` and `generate` use it: loaded, with the adapter of `adapter.init_from` applied."""
+"""A model as `eval` and `generate` use it: loaded, with the adapters of `adapter.init_from` applied."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.nn as nn
 
 from mlxft.config.schema import Config
-from mlxft.models.adapters import load_adapter
+from mlxft.models.adapters import load_adapter, settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
-from mlxft.models.lora_linear import LoRALinear, adapter_disabled
+from mlxft.models.lora_linear import AdaptedLayer, adapter_disabled
 
 
 def load_adapted(config: Config, folder: Path) -> nn.Module:
@@ -20,14 +20,15 @@ def load_adapted(config: Config, folder: Path) -> nn.Module:
     """
     model = load_model(folder, config.model.dtype)
     if config.adapter.init_from is not None:
-        load_adapter(model, config.adapter.init_from)
+        load_adapter(model, config.adapter.init_from, weights=config.adapter.init_weights)
+        settle(model)
     return model
 
 
 @contextmanager
 def without_adapter(adapted: DecoderView, config: Config, folder: Path) -> Iterator[DecoderView]:
     """Gives the model before its adapter: LoRA switched off, or `folder` read anew where all weights came."""
-    if any(isinstance(module, LoRALinear) for module in adapted.model.modules()):
+    if any(isinstance(module, AdaptedLayer) for module in adapted.model.modules()):
         with adapter_disabled(adapted.model):
             yield adapted
     else:

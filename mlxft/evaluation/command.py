@@ -47,7 +47,7 @@ class Report:
     rows: int
     windows: int
     model: str
-    adapter: Optional[str]
+    adapter: Optional[str | list[str]]
     data: Any
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +61,8 @@ class Report:
         data = self.data if isinstance(self.data, str) else ", ".join(self.data)
         lines = [("model", self.model)]
         if self.adapter is not None:
-            lines.append(("adapter", self.adapter))
+            adapters = [self.adapter] if isinstance(self.adapter, str) else self.adapter
+            lines.append(("adapter", ", ".join(adapters)))
         lines.append(("data", f"{data}: {self.rows:,} row{'s' * (self.rows != 1)}{windows}"))
         return lines + self.evaluation.lines()
 

@@ -23,7 +23,7 @@ class Evaluation:
 
     loss: mean of -log p over the supervised tokens, in nats. perplexity: exp(loss). *_stderr: the
     standard errors, from the spread of the tokens' losses as if they were independent; None for one
-    token. rows: rows of the batches. seconds: the forwards alone.
+    token. seconds: the forwards alone.
     """
 
     loss: float
@@ -31,7 +31,6 @@ class Evaluation:
     perplexity: float
     perplexity_stderr: Optional[float]
     tokens: int
-    rows: int
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,11 +55,8 @@ def evaluate(decoder: DecoderView, batches: Iterable[Sequence[Example]], objecti
     Raises: GuardStop where the loss is not finite.
     """
     began = time.perf_counter()
-    losses, rows = [], 0
-    for batch in batches:
-        rows += len(batch)
-        losses.append(_token_losses(decoder, batch, objective))
-    return _summed_up(np.concatenate(losses), rows, time.perf_counter() - began)
+    losses = [_token_losses(decoder, batch, objective) for batch in batches]
+    return _summed_up(np.concatenate(losses), time.perf_counter() - began)
 
 
 def _token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft) -> np.ndarray:
@@ -71,7 +67,7 @@ def _token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft
     return -np.array(logps, dtype=np.float64)[: int(counts["tokens"])]  # without what rounds up
 
 
-def _summed_up(losses: np.ndarray, rows: int, seconds: float) -> Evaluation:
+def _summed_up(losses: np.ndarray, seconds: float) -> Evaluation:
     loss = float(losses.mean())
     if not math.isfinite(loss):
         raise GuardStop(
@@ -81,7 +77,7 @@ def _summed_up(losses: np.ndarray, rows: int, seconds: float) -> Evaluation:
     loss_stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else None
     perplexity = math.exp(min(loss, _HIGHEST_LOSS))
     perplexity_stderr = None if loss_stderr is None else perplexity * loss_stderr
-    return Evaluation(loss, loss_stderr, perplexity, perplexity_stderr, len(losses), rows, seconds)
+    return Evaluation(loss, loss_stderr, perplexity, perplexity_stderr, len(losses), seconds)
 
 
 def _plus_minus(error: Optional[float], digits: int) -> str:

@@ -12,7 +12,7 @@ once. The last token of a row is a target only and is not forwarded.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,12 +36,13 @@ class Arrangement:
     """Groups in one forward.
 
     tokens: (B, T) int32. layout: its pieces. places: for each logical row the flat positions (L - 1,)
-    in (B * T) whose hidden states predict the row's tokens 1 to L - 1.
+    in (B * T) whose hidden states predict the row's tokens 1 to L - 1. groups: what was arranged.
     """
 
     tokens: np.ndarray
     layout: Layout
     places: tuple[np.ndarray, ...]
+    groups: tuple[Group, ...] = ()
 
     @property
     def num_positions(self) -> int:
@@ -57,9 +58,8 @@ class Arranger:
     multiple: int = 1
 
     def __call__(self, groups: Sequence[Group]) -> Arrangement:
-        return {"padded": _padded, "packed": _packed, "prefix_shared": _prefix_shared}[self.layout](
-            groups, self.multiple
-        )
+        arrange = {"padded": _padded, "packed": _packed, "prefix_shared": _prefix_shared}[self.layout]
+        return replace(arrange(groups, self.multiple), groups=tuple(groups))
 
 
 def _padded(groups: Sequence[Group], multiple: int) -> Arrangement:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional, Sequence
 
 import mlx.core as mx
 
@@ -13,30 +13,54 @@ from mlxft.models.targets import LinearLayer
 
 @dataclass(frozen=True)
 class LowRank:
-    """One layer's update: a (in, r), b (r, out), y = W x + scale * B A x."""
+    """One layer's update: a (in, r), b (r, out), y = W x + scale * B A x.
+
+    Of an embedding a is (tokens, r), b (r, width); of experts a is (E, r, in), b (E, out, r). m: (out,), the
+    rows' lengths of DoRA.
+    """
 
     a: mx.array
     b: mx.array
     scale: float
+    m: Optional[mx.array] = None
 
     @property
     def rank(self) -> int:
         return self.a.shape[1]
 
+    @property
+    def rank_of_b(self) -> int:
+        """The rank as b has it."""
+        return self.b.shape[0 if self.b.ndim == 2 else 2]
+
+    def widened(self, rank: int, scale: float) -> "LowRank":
+        """Returns the same update at a larger rank, filled up with zeros, and another scale, put into b."""
+        if (self.rank, self.scale) == (rank, scale):
+            return self
+        more = (0, rank - self.rank)
+        a, b = self.a.astype(mx.float32), self.b.astype(mx.float32) * (self.scale / scale)
+        none = [(0, 0)]
+        if a.ndim == 2:
+            return LowRank(mx.pad(a, [*none, more]), mx.pad(b, [more, *none]), scale, self.m)
+        return LowRank(mx.pad(a, [*none, more, *none]), mx.pad(b, [*none, *none, more]), scale, self.m)
+
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a folder holds: low-rank updates by module path, or whole weights by name.
+    """What a folder holds: low-rank updates by module path; whole weights by name, of all or of some modules.
 
-    chosen: given a model's linear layers, the paths that the folder's own configuration says are
-    adapted (to find what is missing).
+    chosen: given a model's layers, the paths that the folder's own configuration says are adapted (to find
+    what is missing). embeddings: of the base that it was trained on, by path, where the folder has them.
+    is_tied: whether what is said of an embedding is meant for the head too where the two are one.
     """
 
     folder: Path
-    kind: str  # lora | full
+    kind: str  # lora | dora | full
     layers: dict[str, LowRank] = field(default_factory=dict)
     weights: dict[str, mx.array] = field(default_factory=dict)
     chosen: Callable[[list[LinearLayer]], set[str]] = lambda layers: set()
+    embeddings: dict[str, mx.array] = field(default_factory=dict)
+    is_tied: bool = True
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:
@@ -50,11 +74,10 @@ def read_tensors(file: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def paired(tensors: dict[str, mx.array], suffixes: tuple[str, str],
-           file: Path) -> dict[str, tuple[mx.array, mx.array]]:
-    """Returns (A, B) by module path for tensors named path + one of the two `suffixes`.
+def together(tensors: dict[str, mx.array], suffixes: Sequence[str], file: Path) -> dict[str, tuple]:
+    """Returns the tensors named path + one of the `suffixes`, in their order, by module path.
 
-    Raises: InputError listing tensors with other names, or those that lack their other half.
+    Raises: InputError listing tensors with other names, or those that lack one of the others.
     """
     halves: dict[str, dict[str, mx.array]] = {}
     unknown = []
@@ -70,10 +93,10 @@ def paired(tensors: dict[str, mx.array], suffixes: tuple[str, str],
     if missing:
         raise InputError(f"{file}: missing tensors: {audit.listed(missing)}")
     flat = [described(path + s, half) for path, found in halves.items() for s, half in found.items()
-            if half.ndim != 2]
+            if half.ndim not in ((2, 3) if s in suffixes[:2] else (1,))]
     if flat:
         raise InputError(f"{file}: not matrices, so not the LoRA of linear layers: {audit.listed(flat)}")
-    return {path: (found[suffixes[0]], found[suffixes[1]]) for path, found in halves.items()}
+    return {path: tuple(found[suffix] for suffix in suffixes) for path, found in halves.items()}
 
 
 def described(name: str, tensor: mx.array) -> str:

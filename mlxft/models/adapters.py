@@ -1,27 +1,26 @@
-"""Adapter folders: written in mlx-lm's layout, read in mlx-lm's and PEFT's."""
+"""Adapter folders: written and read in mlx-lm's layout and PEFT's."""
 
 import json
 import os
-import re
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxft.config.choices import is_embedding
 from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
-from mlxft.models import audit, mlxlm_adapter, peft_adapter
+from mlxft.models import mlxlm_adapter, peft_adapter
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
-from mlxft.models.frozen_linear import dimensions
-from mlxft.models.lora_linear import LoRALinear, share_inputs
-from mlxft.models.targets import LinearLayer, linear_layers
-
-# Where other libraries keep a text model's blocks; the number and what follows it are the same.
-_BLOCK_PATH = re.compile(r"(?:model|language_model|model\.language_model|language_model\.model)"
-                         r"\.layers\.(\d+)\.(.+)")
+from mlxft.models.fitting import Fitted, added_up, fit, refuse
+from mlxft.models.lora_linear import AdaptedLayer, share_inputs
+from mlxft.models.low_rank import wrapped
+from mlxft.models.targets import adaptable_layers
+from mlxft.models.whole_modules import set_arrays, train_whole, whole_arrays, whole_paths
 
 
 def read_adapter(folder: str | Path) -> Adapter:
@@ -43,93 +42,139 @@ def read_adapter(folder: str | Path) -> Adapter:
                      f"{peft_adapter.WEIGHTS} (PEFT), found {', '.join(sorted(names)[:8]) or 'nothing'}")
 
 
-def load_adapter(model: nn.Module, folder: str | Path, dropout: float = 0.0) -> list[str]:
-    """Puts the adapter in `folder` on `model`, with the folder's own ranks and scales.
+def start_of(
+    model: nn.Module, folders: str | Path | Sequence[str | Path], weights: Optional[Sequence[float]] = None
+) -> Fitted:
+    """Returns the adapter in a folder, fitted to `model`; of several their sum, each times its weight.
+
+    Raises: InputError listing what does not fit, and for whole models' weights.
+    """
+    folders = [folders] if isinstance(folders, (str, Path)) else list(folders)
+    adapters = [read_adapter(folder) for folder in folders]
+    for adapter in adapters:
+        if adapter.kind == "full":
+            if len(adapters) > 1 or weights is not None:
+                raise InputError(f"{adapter.folder} holds whole weights, which cannot be added up or weighed")
+            raise InputError(f"adapter.kind=lora contradicts adapter.init_from={adapter.folder}, which holds "
+                             "whole weights; use adapter.kind=full")
+    fitted = [fit(adapter, model) for adapter in adapters]
+    if len(fitted) == 1 and weights is None:
+        return fitted[0]
+    return added_up(fitted, weights or [1.0] * len(fitted), model)
+
+
+def load_adapter(
+    model: nn.Module,
+    folders: str | Path | Sequence[str | Path],
+    dropout: float = 0.0,
+    weights: Optional[Sequence[float]] = None,
+) -> list[str]:
+    """Puts the adapter in a folder on `model`, or the sum of several, with their own ranks and scales.
 
     Returns the paths of the adapted layers ("*" if the folder holds whole weights). LoRA: all but the
     new arrays is frozen.
     Raises: InputError listing tensors that the model has no place for, wrong shapes, missing ones.
     """
-    adapter = read_adapter(folder)
-    if adapter.kind == "full":
-        _load_weights(model, adapter)
-        return ["*"]
-    fitted = fit(adapter, model)
+    if isinstance(folders, (str, Path)) and weights is None:
+        adapter = read_adapter(folders)
+        if adapter.kind == "full":
+            _load_weights(model, adapter)
+            return ["*"]
+    fitted = start_of(model, folders, weights)
     attach(model, fitted, dropout)
-    return [layer.path for layer, _ in fitted]
+    return [layer.path for layer, _ in fitted.updates]
 
 
-def attach(model: nn.Module, updates: list[tuple[LinearLayer, LowRank]], dropout: float = 0.0) -> None:
-    """Freezes `model` and puts trainable low-rank updates (float32) on its layers, in place."""
+def attach(
+    model: nn.Module, fitted: Fitted, dropout: float = 0.0, modules: Optional[Sequence[str]] = None
+) -> None:
+    """Freezes `model` and puts trainable low-rank updates (float32) on its layers, in place.
+
+    modules: paths of those that are trained whole, None for those that `fitted` has arrays of.
+    """
     model.freeze()
     outside = len(model.layers)  # the block number of layers that are in none
-    wrapped = []
-    for layer, low in updates:
+    layers = []
+    for layer, low in fitted.updates:
         place = (outside if layer.block is None else layer.block, layer.slot)
-        a, b = low.a.astype(mx.float32), low.b.astype(mx.float32)
-        wrapped.append((layer.path, LoRALinear(layer.module, a, b, low.scale, dropout, place)))
-    model.update_modules(tree_unflatten(wrapped))
+        layers.append((layer.path, wrapped(layer, low, fitted.kind, dropout, place)))
+    model.update_modules(tree_unflatten(layers))
     share_inputs(model.modules())
+    train_whole(model, fitted.modules if modules is None else modules)
+    set_arrays(model, fitted.whole)
 
 
-def fit(adapter: Adapter, model: nn.Module) -> list[tuple[LinearLayer, LowRank]]:
-    """Returns the adapter's updates with the model's layers they belong to.
-
-    Raises: InputError listing what does not fit, by name.
-    """
-    linears = linear_layers(model)
-    by_path = {layer.path: layer for layer in linears}
-    by_place = {(layer.block, layer.name): layer for layer in linears}
-    fitted, unknown, wrong = [], [], []
-    for path, low in adapter.layers.items():
-        layer = by_path.get(path) or _at_block(path, by_place)
-        if layer is None:
-            unknown.append(f"{path} (lora_a {tuple(low.a.shape)}, lora_b {tuple(low.b.shape)})")
-            continue
-        inputs, outputs = dimensions(layer.module)
-        if (low.a.shape[0], low.b.shape[1]) != (inputs, outputs):
-            wrong.append(f"{path} {low.a.shape[0]} to {low.b.shape[1]} instead of {inputs} to {outputs}")
-        fitted.append((layer, low))
-    present = {layer.path for layer, _ in fitted}
-    missing = sorted(adapter.chosen(linears) - present)
-    _refuse(adapter.folder, {"no such linear layer in the model": unknown, "wrong shape": wrong,
-                             "missing in the adapter, though its configuration names them": missing})
-    if not fitted:
-        raise InputError(f"the adapter in {adapter.folder} holds no tensors")
-    return fitted
+def settle(model: nn.Module) -> None:
+    """Computes what the adapter's arrays start from, a layer at a time: of DoRA that takes whole weights."""
+    for module in model.modules():
+        if isinstance(module, AdaptedLayer):
+            mx.eval([array for array in module.values() if isinstance(array, mx.array)])
 
 
 def save_adapter(folder: str | Path, model: nn.Module, cfg: AdapterConfig, base: str) -> None:
     """Writes what was trained on `model` into `folder` in mlx-lm's layout, over what is there.
 
-    `mlx_lm.load(base, adapter_path=folder)` then gives the same model. Each file appears whole or not
-    at all, the configuration last. Raises: OSError if it can't be written.
+    `mlx_lm.load(base, adapter_path=folder)` then gives the same model, if no module was trained whole: those
+    it refuses by name. Each file appears whole or not at all, the configuration last. Raises: OSError if it
+    can't be written.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     if cfg.kind == "full":
         tensors = dict(tree_flatten(model.parameters()))
         config = {"fine_tune_type": "full", "num_layers": len(model.layers)}
     else:
         tensors, config = _low_rank_content(model, cfg)
-    with _whole(folder / mlxlm_adapter.WEIGHTS) as partial, open(partial, "wb") as file:
-        mx.save_safetensors(file, tensors, metadata={"format": "mlx"})
-    with _whole(folder / mlxlm_adapter.CONFIG) as partial:
-        partial.write_text(json.dumps({"model": base, **config}, indent=1) + "\n")
+    _write(Path(folder), mlxlm_adapter, tensors, {"model": base, **config})
+
+
+def save_peft_adapter(folder: str | Path, model: nn.Module, base: str) -> None:
+    """Writes the low-rank updates on `model`, and its modules that are whole, into `folder` in PEFT's layout.
+
+    Raises: InputError for what the layout has no word for; OSError if it can't be written.
+    """
+    updates, whole = even_updates(model), whole_arrays(model)
+    experts = [path for path, low in updates.items() if low.a.ndim == 3]
+    if experts:
+        raise InputError(f"PEFT's layout has no updates of experts in one array, as {experts[0]} is here")
+    if not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules()):
+        if any(is_embedding(path) for path in updates):
+            raise InputError("PEFT's layout cannot say that an embedding's update is the head's too")
+        for name, array in list(whole.items()):
+            if is_embedding(name.rpartition(".")[0]):
+                whole["lm_head.weight"] = array
+    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates, whole, base))
+
+
+def even_updates(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path, at one rank and scale."""
+    updates = {
+        path: LowRank(module.lora_a, module.lora_b, module.scale, module.get("m"))
+        for path, module in model.named_modules()
+        if isinstance(module, AdaptedLayer)
+    }
+    if not updates:
+        raise ValueError("the model has no LoRA layers to save")
+    return mlxlm_adapter.at_one_rank(updates)
 
 
 def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, mx.array], dict]:
-    wrapped = {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
-    if not wrapped:
-        raise ValueError("the model has no LoRA layers to save")
-    even = mlxlm_adapter.at_one_rank(
-        {path: LowRank(module.lora_a, module.lora_b, module.scale) for path, module in wrapped.items()})
-    places = linear_layers(model)
-    rank, scale = next((low.rank, low.scale) for low in even.values())
-    tensors = {}
-    for path, low in sorted(even.items()):
+    updates, tensors = even_updates(model), whole_arrays(model)
+    rank, scale = next((low.rank, low.scale) for low in updates.values())
+    for path, low in sorted(updates.items()):
         tensors |= {f"{path}.lora_a": low.a, f"{path}.lora_b": low.b}
-    return tensors, mlxlm_adapter.lora_config(places, set(wrapped), rank, scale, cfg.dropout)
+        tensors |= {} if low.m is None else {f"{path}.m": low.m}
+    num_layers, keys = mlxlm_adapter.layers_config(adaptable_layers(model), set(updates))
+    parameters = {"rank": rank, "scale": scale, "dropout": cfg.dropout, "keys": keys}
+    config = {"fine_tune_type": cfg.kind, "num_layers": num_layers, "lora_parameters": parameters}
+    whole = whole_paths(model)
+    return tensors, config | ({"modules_to_save": whole} if whole else {})
+
+
+def _write(folder: Path, layout: Any, tensors: dict[str, mx.array], config: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with _whole(folder / layout.WEIGHTS) as partial, open(partial, "wb") as file:
+        mx.save_safetensors(file, tensors, metadata={"format": "mlx" if layout is mlxlm_adapter else "pt"})
+    with _whole(folder / layout.CONFIG) as partial:
+        partial.write_text(json.dumps(config, indent=1) + "\n")
 
 
 @contextmanager
@@ -158,17 +203,6 @@ def _load_weights(model: nn.Module, adapter: Adapter) -> None:
     unknown = [described(name, w) for name, w in given.items() if name not in own]
     wrong = [f"{described(name, w)} instead of {tuple(own[name].shape)}" for name, w in given.items()
              if name in own and own[name].shape != w.shape]
-    _refuse(adapter.folder, {"not in the model": unknown, "wrong shape": wrong})
+    refuse(adapter.folder, {"not in the model": unknown, "wrong shape": wrong})
     model.update(tree_unflatten([(name, w.astype(own[name].dtype)) for name, w in given.items()]))
     mx.eval(model.parameters())
-
-
-def _at_block(path: str, by_place: dict[tuple[Optional[int], str], LinearLayer]) -> Optional[LinearLayer]:
-    match = _BLOCK_PATH.fullmatch(path)
-    return by_place.get((int(match[1]), match[2])) if match else None
-
-
-def _refuse(folder: Path, problems: dict[str, list[str]]) -> None:
-    lines = [f"{len(names)} x {what}: {audit.listed(names)}" for what, names in problems.items() if names]
-    if lines:
-        raise InputError(f"the adapter in {folder} does not fit the model:\n  " + "\n  ".join(lines))

@@ -55,8 +55,7 @@ def halves_agree(made, index: int) -> bool:
 
 
 def _group(made) -> Group:
-    vocabulary = made.embedding.weight.shape[0]
-    tokens = np.random.default_rng(0).integers(0, vocabulary, _PROMPT + sum(_BRANCHES)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, made.vocabulary, _PROMPT + sum(_BRANCHES)).astype(np.int32)
     prompt, *branches = np.split(tokens, [_PROMPT, _PROMPT + _BRANCHES[0]])
     return Group(prompt, tuple(branches))
 

@@ -75,6 +75,11 @@ class DecoderView:
         return self.decoder.embed_tokens
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens there are embeddings for."""
+        return getattr(self.embedding, "base", self.embedding).weight.shape[0]
+
+    @property
     def layers(self) -> list[nn.Module]:
         return self.decoder.layers
 
@@ -98,6 +103,14 @@ class DecoderView:
             raise InputError(
                 f"trainer.gradient={gradient}: models of type {self.family!r} run only as a whole. "
                 "Use trainer.gradient=whole"
+            )
+
+    def require_noise(self) -> None:
+        """Raises InputError if the model cannot be given other embeddings than its tokens'."""
+        if not self.in_parts:
+            raise InputError(
+                f"trainer.neftune_alpha: models of type {self.family!r} run only as a whole, from tokens to "
+                "logits, and there is no place for noise on their embeddings. Leave it out"
             )
 
     def require_of(self, cache: TrainingCache) -> None:

@@ -37,12 +37,12 @@ def dequantise_where_it_fits(
         return False
     left = []
     for name, module in layers:
-        if (dense := _dense(module, dtype)) is None:
+        if (made := dense(module, dtype)) is None:
             left.append(name)
             continue
         if not lazily:
-            mx.eval(dense.parameters())  # one at a time: never all of both forms in memory
-        model.update_modules(tree_unflatten([(name, dense)]))
+            mx.eval(made.parameters())  # one at a time: never all of both forms in memory
+        model.update_modules(tree_unflatten([(name, made)]))
     if lazily:
         return True
     log.info("%d quantised layers made dense once (%s, %.2f GB): quantised products are slow on a CPU",
@@ -58,7 +58,7 @@ def num_packed_values(module: nn.Module) -> int:
     return module.weight.size * 32 // module.bits
 
 
-def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
+def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     """Returns the dense layer that computes what `module` does, or None for kinds with code of their own."""
     if type(module) is nn.QuantizedLinear:
         layer = nn.Linear(1, 1, bias=False)

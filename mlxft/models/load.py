@@ -117,6 +117,14 @@ def vocabulary_size(folder: Path) -> int:
     return size
 
 
+def num_positions(folder: Path) -> Optional[int]:
+    """Returns the number of positions that the model in `folder` was made for, None where it doesn't say."""
+    config = audit.read_json(folder / "config.json")
+    inner = config.get("text_config")
+    number = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return number if isinstance(number, int) and number > 0 else None
+
+
 def _target_dtype(dtype: str, on_cpu: bool) -> Optional["mx.Dtype"]:
     """Returns what floating weights are cast to, None for no cast.
 

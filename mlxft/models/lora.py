@@ -2,21 +2,24 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Optional
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxft.config.choices import ADAPTERS, LOW_RANK_KEYS
 from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
-from mlxft.models.adapter_tensors import Adapter, LowRank
-from mlxft.models.adapters import attach, fit, load_adapter, read_adapter
+from mlxft.models.adapters import attach, load_adapter, read_adapter, start_of
 from mlxft.models.dequantise import is_quantised, num_packed_values
-from mlxft.models.frozen_linear import dimensions
-from mlxft.models.lora_linear import LoRALinear, initial_a
+from mlxft.models.fitting import Fitted
+from mlxft.models.lora_linear import AdaptedLayer
+from mlxft.models.low_rank import fresh
 from mlxft.models.mlxlm_adapter import at_one_rank
-from mlxft.models.targets import LinearLayer, num_expert_layers, select
+from mlxft.models.targets import num_expert_layers, select
+from mlxft.models.whole_modules import leaves, select_modules, whole_paths
 
 log = logging.getLogger("mlxft")
 
@@ -27,7 +30,9 @@ DEFAULT_RANK = 8
 class AdapterReport:
     """What is trained. num_trainable, num_total: single values. rank and alpha are None for kind full.
 
-    targets: paths of the adapted layers ("*" for kind full).
+    targets: paths of the adapted layers ("*" for kind full). alpha: the scale times the rank. modules: paths
+    of those that are trained whole beside them. expert_layers: how many of the layers are of experts.
+    experts: how many they have in all, an update each.
     """
 
     num_trainable: int
@@ -35,6 +40,11 @@ class AdapterReport:
     targets: list[str]
     rank: int | None
     alpha: float | None
+    kind: str = "lora"
+    modules: list[str] = field(default_factory=list)
+    expert_layers: int = 0
+    experts: int = 0
+    rslora: bool = False
 
     def __str__(self) -> str:
         share = 100 * self.num_trainable / self.num_total
@@ -43,77 +53,105 @@ class AdapterReport:
             return sizes
         kinds = sorted({path.rpartition(".")[2] for path in self.targets})
         where = f"{len(self.targets)} layers ({', '.join(kinds)})"
-        return f"{sizes}: LoRA of rank {self.rank}, alpha {self.alpha:g} on {where}"
+        if self.experts:
+            where += f", {self.expert_layers} of them of experts, an update for each of {self.experts:,}"
+        size = f"scale {self.alpha / self.rank:.4g}" if self.rslora else f"alpha {self.alpha:g}"
+        name = {"lora": "rsLoRA" if self.rslora else "LoRA", "dora": "DoRA"}[self.kind]
+        whole = f"; whole: {', '.join(self.modules)}" if self.modules else ""
+        return f"{sizes}: {name} of rank {self.rank}, {size} on {where}{whole}"
 
 
 def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> AdapterReport:
     """Makes `model` trainable as `cfg` says, in place, and returns what came of it.
 
-    kind lora: everything is frozen, the chosen linear layers get updates that start at zero, or those
-    of `cfg.init_from`. kind full: every weight is trainable. The start depends on `seed` and each
-    layer's path only.
+    kind lora and dora: everything is frozen, the chosen layers get updates that start at zero, or those of
+    `cfg.init_from`; the modules in `cfg.modules_to_save` are trained whole. kind full: every weight is
+    trainable. The start depends on `seed` and each layer's path only.
 
-    Raises: InputError for targets or layers that match nothing, settings that contradict
+    Raises: InputError for targets, modules or layers that match nothing, settings that contradict
     `cfg.init_from`, and full training of a quantised model.
     """
-    if any(isinstance(module, LoRALinear) for module in model.modules()):
+    if any(isinstance(module, AdaptedLayer) for module in model.modules()):
         raise ValueError("the model has an adapter already")
     if not 0 <= cfg.dropout < 1:
         raise InputError(f"adapter.dropout={cfg.dropout}: expected 0 <= dropout < 1")
     if cfg.kind == "full":
         return _train_everything(model, cfg)
-    if cfg.kind != "lora":
-        raise InputError(f"adapter.kind={cfg.kind!r}: expected lora or full")
+    if cfg.kind not in ADAPTERS:
+        raise InputError(f"adapter.kind={cfg.kind!r}: expected {', '.join(ADAPTERS)}")
     num_base = _num_values(model)
-    chosen = _taken_over(model, cfg) if cfg.init_from else _fresh(model, cfg, seed)
-    attach(model, chosen, cfg.dropout)
-    if num_experts := num_expert_layers(model):
-        log.warning("the model's %d expert layers are not adapted, only its linear layers are", num_experts)
-    num_trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
-    rank, scale = chosen[0][1].rank, chosen[0][1].scale  # the same for all
-    return AdapterReport(num_trainable, num_base + num_trainable, [layer.path for layer, _ in chosen],
-                         rank, scale * rank)
+    modules = None if cfg.modules_to_save is None else select_modules(model, _listed(cfg.modules_to_save))
+    chosen = _taken_over(model, cfg, modules) if cfg.init_from else _fresh(model, cfg, seed)
+    attach(model, chosen, cfg.dropout, modules)
+    return _report(model, cfg, chosen, num_base)
 
 
-def _fresh(model: nn.Module, cfg: AdapterConfig, seed: int) -> list[tuple[LinearLayer, LowRank]]:
+def _report(model: nn.Module, cfg: AdapterConfig, chosen: Fitted, num_base: int) -> AdapterReport:
+    experts = [layer.module.num_experts for layer, _ in chosen.updates if layer.is_experts]
+    if others := num_expert_layers(model) - len(experts):
+        log.warning("the model's %d expert layers are not adapted; adapter.targets can name them", others)
+    trained = tree_flatten(model.trainable_parameters())
+    low_rank = sum(array.size for layer, low in chosen.updates for array in (low.a, low.b))
+    lengths = sum(array.size for name, array in trained if cfg.kind == "dora" and name.endswith(".m"))
+    first = chosen.updates[0][1]  # rank and scale are the same for all
+    return AdapterReport(
+        num_trainable=sum(array.size for _, array in trained),
+        num_total=num_base + low_rank + lengths,
+        targets=[layer.path for layer, _ in chosen.updates],
+        rank=first.rank,
+        alpha=first.scale * first.rank,
+        kind=cfg.kind,
+        modules=whole_paths(model),
+        expert_layers=len(experts),
+        experts=sum(experts),
+        rslora=cfg.rslora,
+    )
+
+
+def _fresh(model: nn.Module, cfg: AdapterConfig, seed: int) -> Fitted:
     rank = DEFAULT_RANK if cfg.rank is None else cfg.rank
     alpha = 2 * rank if cfg.alpha is None else cfg.alpha
     if rank < 1:
         raise InputError(f"adapter.rank={rank}: nothing would be trained; expected at least 1")
     if not (alpha > 0 and math.isfinite(alpha)):
         raise InputError(f"adapter.alpha={alpha}: expected a number above 0 (the scale is alpha / rank)")
-    updates = []
-    for layer in select(model, cfg.targets, cfg.layers):
-        inputs, outputs = dimensions(layer.module)
-        a, b = initial_a(seed, layer.path, inputs, rank), mx.zeros((rank, outputs))
-        updates.append((layer, LowRank(a, b, alpha / rank)))
-    return updates
+    scale = alpha / (math.sqrt(rank) if cfg.rslora else rank)
+    layers = select(model, cfg.targets, cfg.layers)
+    return Fitted(Path(), cfg.kind, [(layer, fresh(layer, rank, scale, seed)) for layer in layers])
 
 
-def _taken_over(model: nn.Module, cfg: AdapterConfig) -> list[tuple[LinearLayer, LowRank]]:
+def _taken_over(model: nn.Module, cfg: AdapterConfig, modules: Optional[list[str]]) -> Fitted:
     """Returns the updates of `cfg.init_from`, at one rank and scale: what is trained is what is saved."""
-    adapter = read_adapter(cfg.init_from)
-    if adapter.kind != "lora":
-        raise InputError(f"adapter.kind=lora contradicts adapter.init_from={cfg.init_from}, which holds "
-                         "whole weights; use adapter.kind=full")
-    _check_agrees(cfg, adapter)
-    fitted = fit(adapter, model)
+    fitted = start_of(model, cfg.init_from, cfg.init_weights)
+    if fitted.kind != cfg.kind:
+        raise InputError(f"adapter.kind={cfg.kind} contradicts adapter.init_from={cfg.init_from}, which is "
+                         f"of kind {fitted.kind}; use adapter.kind={fitted.kind}")
+    _check_agrees(cfg, fitted)
+    if modules is not None and leaves(model, modules) != fitted.modules:
+        raise InputError(f"adapter.modules_to_save chooses {', '.join(modules)} and contradicts adapter."
+                         f"init_from={cfg.init_from}, which has {', '.join(fitted.modules) or 'no'} whole "
+                         "modules. Leave it out to take over the adapter's.")
     if cfg.targets is not None or cfg.layers != "all":
         wanted = {layer.path for layer in select(model, cfg.targets, cfg.layers)}
-        found = {layer.path for layer, _ in fitted}
+        found = {layer.path for layer, _ in fitted.updates}
         if wanted != found:
             raise InputError(
                 f"adapter.targets={cfg.targets} and adapter.layers={cfg.layers!r} contradict "
                 f"adapter.init_from={cfg.init_from}: they choose {len(wanted)} layers, the adapter has "
                 f"{len(found)}, {len(wanted ^ found)} differ, first {min(wanted ^ found)}. Leave both out to "
                 "take over the adapter's.")
-    even = at_one_rank({layer.path: low for layer, low in fitted})
-    return [(layer, even[layer.path]) for layer, _ in fitted]
+    even = at_one_rank({layer.path: low for layer, low in fitted.updates})
+    return replace(fitted, updates=[(layer, even[layer.path]) for layer, _ in fitted.updates])
 
 
-def _check_agrees(cfg: AdapterConfig, adapter: Adapter) -> None:
+def _listed(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _check_agrees(cfg: AdapterConfig, fitted: Fitted) -> None:
     """Raises InputError if an explicit rank or alpha is not what the adapter in init_from has."""
-    for path, low in adapter.layers.items():
+    for layer, low in fitted.updates:
+        path = layer.path
         given = {"rank": (cfg.rank, low.rank), "alpha": (cfg.alpha, low.scale * low.rank)}
         for key, (ours, theirs) in given.items():
             if ours is not None and not math.isclose(ours, theirs, rel_tol=1e-6):
@@ -122,20 +160,20 @@ def _check_agrees(cfg: AdapterConfig, adapter: Adapter) -> None:
 
 
 def _train_everything(model: nn.Module, cfg: AdapterConfig) -> AdapterReport:
-    for key in ("rank", "alpha", "targets"):
-        if getattr(cfg, key) is not None:
+    default = AdapterConfig()
+    for key in LOW_RANK_KEYS:
+        if getattr(cfg, key) != getattr(default, key):
             raise InputError(f"adapter.{key} has no meaning for adapter.kind=full, which trains every weight")
-    if cfg.layers != "all" or cfg.dropout:
-        key = "layers" if cfg.layers != "all" else "dropout"
-        raise InputError(f"adapter.{key} has no meaning for adapter.kind=full, which trains every weight")
     quantised = [path for path, module in model.named_modules() if is_quantised(module)]
     if quantised:
         raise InputError(f"adapter.kind=full cannot train quantised weights ({len(quantised)} layers, first "
                          f"{min(quantised)}); use adapter.kind=lora, or a model that is not quantised")
     if cfg.init_from:
-        if read_adapter(cfg.init_from).kind != "full":
-            raise InputError(f"adapter.kind=full contradicts adapter.init_from={cfg.init_from}, which holds "
-                             "a LoRA adapter; use adapter.kind=lora")
+        if not isinstance(cfg.init_from, str):
+            raise InputError(f"adapter.init_from={cfg.init_from}: only LoRA adapters can be added up")
+        if (kind := read_adapter(cfg.init_from).kind) != "full":
+            raise InputError(f"adapter.kind=full contradicts adapter.init_from={cfg.init_from}, which is an "
+                             f"adapter of kind {kind}; use adapter.kind={kind}")
         load_adapter(model, cfg.init_from)
     model.unfreeze()
     total = _num_values(model)

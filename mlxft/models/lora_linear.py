@@ -50,33 +50,46 @@ def dropout_keys(key: Optional[mx.array], shift: Optional[mx.array] = None) -> I
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
     """Within the block of code `model` computes what its base does; each layer then has its own scale back.
 
-    The scale is Python state: a compiled function keeps the one it was traced with.
+    Modules that are trained whole have their base's arrays meanwhile. The scale is Python state: a compiled
+    function keeps the one it was traced with.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
+    whole = [module for module in model.modules() if getattr(module, "kept_base", None) is not None]
     scales = [layer.scale for layer in layers]
+    trained = [{name: module[name] for name in module.kept_base.arrays} for module in whole]
     try:
         for layer in layers:
             layer.scale = 0.0
+        for module in whole:
+            module.update(module.kept_base.arrays)
         yield
     finally:
         for layer, scale in zip(layers, scales, strict=True):
             layer.scale = scale
+        for module, arrays in zip(whole, trained, strict=True):
+            module.update(arrays)
 
 
-class LoRALinear(nn.Module):
-    """A frozen linear layer, dense or quantised, plus `scale` times a trained product of rank r.
+@dataclass(frozen=True)
+class KeptBase:
+    """The base's arrays of a module that is trained whole, by name, on it as `kept_base`.
 
-    lora_a: (in, r), lora_b: (r, out), both float32. block, slot: the layer's place, which tells its
-    dropout masks from those of all others. sharing: layers, this one among them, that may be called with
-    the same input.
+    An object of its own: a module takes arrays in a dictionary for parameters.
     """
 
-    sharing: Optional["Sharing"] = None
+    arrays: dict[str, mx.array]
 
-    def __init__(self, linear: nn.Module, lora_a: mx.array, lora_b: mx.array, scale: float,
-                 dropout: float = 0.0, place: tuple[int, int] = (0, 0)):
+
+class AdaptedLayer(nn.Module):
+    """A frozen layer with a trained low-rank update: what all kinds of them share.
+
+    lora_a, lora_b: float32, with the rank r in axis 1 of lora_a. block, slot: the layer's place, which tells
+    its dropout masks from those of all others.
+    """
+
+    def __init__(self, lora_a: mx.array, lora_b: mx.array, scale: float, dropout: float = 0.0,
+                 place: tuple[int, int] = (0, 0)):
         super().__init__()
-        self.linear = linear
         self.lora_a = lora_a
         self.lora_b = lora_b
         self.scale = scale
@@ -87,25 +100,49 @@ class LoRALinear(nn.Module):
     def rank(self) -> int:
         return self.lora_a.shape[1]
 
-    def __call__(self, x: mx.array) -> mx.array:
-        if self.scale == 0:
-            return product(self.linear, x)
-        made, kept = _made.get(), self._kept(x)
-        if kept is None and made is not None and self.sharing is not None:
-            return made.output(self, x)
-        return _outputs([self], x, kept)[0]
+    @property
+    def base(self) -> nn.Module:
+        """The frozen layer."""
+        return self["linear"]
 
-    def _kept(self, x: mx.array) -> Optional[mx.array]:
-        """Returns which entries of x (..., in) dropout keeps, (T, in); None for all."""
+    def kept(self, x: mx.array) -> Optional[mx.array]:
+        """Returns which entries of x dropout keeps, in its shape; None for all."""
         active = _active.get()
         if active is None or self.dropout == 0:
             return None
         key, shift = active
         place = mask_key(key, self.block if shift is None else self.block + shift, self.slot)
-        return _flat(mx.random.bernoulli(1 - self.dropout, x.shape, key=place))
+        return mx.random.bernoulli(1 - self.dropout, x.shape, key=place)
+
+    def dropped(self, x: mx.array) -> mx.array:
+        """Returns x after dropout: what is kept makes up for what is not."""
+        kept = self.kept(x)
+        return x if kept is None else mx.where(kept, x * (1 / (1 - self.dropout)), 0)
 
     def _extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}, dropout={self.dropout}"
+
+
+class LoRALinear(AdaptedLayer):
+    """A frozen linear layer, dense or quantised, plus `scale` times a trained product of rank r.
+
+    lora_a: (in, r), lora_b: (r, out). sharing: layers, this one among them, that may be called with the same
+    input.
+    """
+
+    sharing: Optional["Sharing"] = None
+
+    def __init__(self, linear: nn.Module, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.linear = linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.scale == 0:
+            return product(self.linear, x)
+        made, kept = _made.get(), self.kept(x)
+        if kept is None and made is not None and self.sharing is not None:
+            return made.output(self, x)
+        return with_updates([self], x, kept)[0]
 
 
 @dataclass(frozen=True)
@@ -148,7 +185,7 @@ class _Made:
         """Returns layer(x), made now for all layers that share it or when one of them was called."""
         if not self._holds(layer, x):
             layers = [each for each in layer.sharing.layers if each.scale != 0]
-            outputs = zip(layers, _outputs(layers, x), strict=True)
+            outputs = zip(layers, with_updates(layers, x), strict=True)
             self.waiting = {id(each): (each.lora_a, each.lora_b, y) for each, y in outputs}
             self.x = x
         *_, y = self.waiting.pop(id(layer))
@@ -163,13 +200,19 @@ class _Made:
         return a is layer.lora_a and b is layer.lora_b
 
 
-def _outputs(layers: list[LoRALinear], x: mx.array, kept: Optional[mx.array] = None) -> list[mx.array]:
-    """Returns each layer's output (..., out) for x (..., in). kept: of dropout, for a layer by itself."""
+def with_updates(
+    layers: list[AdaptedLayer], x: mx.array, kept: Optional[mx.array] = None, bias: bool = True
+) -> list[mx.array]:
+    """Returns W x + scale * B A x of each layer, (..., out), for x (..., in), its bias added.
+
+    kept: (..., in), of dropout, for a layer by itself.
+    """
     # In the type of x: float32 products as thin as these cost more than the layers' own in bfloat16.
     a = [layer.lora_a.astype(x.dtype) for layer in layers]
     b = [(layer.scale * layer.lora_b).astype(x.dtype) for layer in layers]
     linears = [layer.linear for layer in layers]
-    *outputs, _ = _with_updates(linears, kept, 1 - layers[0].dropout)(_flat(x), *a, *b)
+    kept = None if kept is None else _flat(kept)
+    *outputs, _ = _products(linears, kept, 1 - layers[0].dropout, bias)(_flat(x), *a, *b)
     return [y.reshape(*x.shape[:-1], -1) for y in outputs]
 
 
@@ -177,7 +220,7 @@ def _flat(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _with_updates(linears: list[nn.Module], kept: Optional[mx.array], share: float) -> Callable:
+def _products(linears: list[nn.Module], kept: Optional[mx.array], share: float, bias: bool) -> Callable:
     """Returns (x, *a, *b) -> (*y, u): y_i = linear_i(x) + u_i b_i with u = z a, where z is x after dropout.
 
     x: (T, in). a_i: (in, r_i), b_i: (r_i, out_i), as many as linears; u: (T, r), r_i columns each. kept:
@@ -193,7 +236,7 @@ def _with_updates(linears: list[nn.Module], kept: Optional[mx.array], share: flo
         a, b = thin[: len(linears)], thin[len(linears) :]
         u = dropped(x) @ _side_by_side(a)
         return *(
-            mx.addmm(product(linear, x), *pair)
+            mx.addmm(product(linear, x, bias), *pair)
             for linear, *pair in zip(linears, _columns(u, a), b, strict=True)
         ), u
 
@@ -235,8 +278,8 @@ def mask_key(key: mx.array, block: int | mx.array, slot: int) -> mx.array:
     return mx.random.split(key, 1)[0] + place
 
 
-def initial_a(seed: int, path: str, num_inputs: int, rank: int) -> mx.array:
-    """Returns lora_a (in, rank), uniform in +- 1 / sqrt(in): a function of its arguments and nothing else."""
+def initial_a(seed: int, path: str, num_inputs: int, shape: Sequence[int]) -> mx.array:
+    """Returns lora_a, uniform in +- 1 / sqrt(num_inputs): a function of its arguments and nothing else."""
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     bound = 1 / math.sqrt(num_inputs)
-    return mx.random.uniform(-bound, bound, (num_inputs, rank), key=mx.random.key(int.from_bytes(digest[:8])))
+    return mx.random.uniform(-bound, bound, shape, key=mx.random.key(int.from_bytes(digest[:8])))

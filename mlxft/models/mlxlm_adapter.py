@@ -3,13 +3,11 @@
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-
+from mlxft.config.choices import ADAPTERS
 from mlxft.errors import InputError
 from mlxft.models import audit
-from mlxft.models.adapter_tensors import Adapter, LowRank, number, paired, read_tensors
+from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
 from mlxft.models.targets import LinearLayer
 
 WEIGHTS = "adapters.safetensors"
@@ -21,8 +19,8 @@ def read(folder: Path) -> Adapter:
     file = folder / CONFIG
     config = audit.read_json(file)
     kind = config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "full"):
-        raise InputError(f"{file}: fine_tune_type {kind!r} is not supported, only lora and full")
+    if kind not in ADAPTERS:
+        raise InputError(f"{file}: fine_tune_type {kind!r} is not supported, only {', '.join(ADAPTERS)}")
     tensors = read_tensors(folder / WEIGHTS)
     if kind == "full":
         return Adapter(folder, kind, weights=tensors)
@@ -36,13 +34,16 @@ def read(folder: Path) -> Adapter:
     keys = parameters.get("keys")
     if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         raise InputError(f"{file}: lora_parameters.keys is {keys!r}; it has to be a list of names of layers")
+    modules = config.get("modules_to_save") or []
+    weights = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[0] in modules}
+    suffixes = (".lora_a", ".lora_b", ".m") if kind == "dora" else (".lora_a", ".lora_b")
     layers = {}
-    for path, (a, b) in paired(tensors, (".lora_a", ".lora_b"), folder / WEIGHTS).items():
-        if a.shape[1] != rank or b.shape[0] != rank:
+    for path, (a, b, *m) in together(tensors, suffixes, folder / WEIGHTS).items():
+        layers[path] = low = LowRank(a, b, scale, *m)
+        if low.rank != rank or low.rank_of_b != rank:
             raise InputError(f"{folder / WEIGHTS}: {path} has lora_a {tuple(a.shape)} and lora_b "
                              f"{tuple(b.shape)}, but {CONFIG} says rank {rank}")
-        layers[path] = LowRank(a, b, scale)
-    return Adapter(folder, kind, layers, chosen=lambda linears: _chosen(linears, num_layers, keys))
+    return Adapter(folder, kind, layers, weights, lambda linears: _chosen(linears, num_layers, keys))
 
 
 def _chosen(linears: list[LinearLayer], num_layers: int, keys: list[str] | None) -> set[str]:
@@ -54,9 +55,8 @@ def _chosen(linears: list[LinearLayer], num_layers: int, keys: list[str] | None)
     return paths | {layer.path for layer in linears if keys is not None and layer.path in keys}
 
 
-def lora_config(places: list[LinearLayer], chosen: set[str], rank: int, scale: float,
-                dropout: float) -> dict[str, Any]:
-    """Returns what adapter_config.json says about LoRA on `chosen`, among all linear layers `places`.
+def layers_config(places: list[LinearLayer], chosen: set[str]) -> tuple[int, list[str]]:
+    """Returns num_layers and keys of adapter_config.json for updates on `chosen` of the layers `places`.
 
     The same names in each of the last N blocks are written as names with N; any other choice as whole
     paths, which mlx-lm takes too.
@@ -71,11 +71,7 @@ def lora_config(places: list[LinearLayer], chosen: set[str], rank: int, scale: f
     keys = sorted(names) + outside
     if _chosen(places, num_blocks - first, keys) != chosen:
         keys = sorted(chosen)
-    return {
-        "fine_tune_type": "lora",
-        "num_layers": num_blocks - first,
-        "lora_parameters": {"rank": rank, "scale": scale, "dropout": dropout, "keys": keys},
-    }
+    return num_blocks - first, keys
 
 
 def at_one_rank(layers: dict[str, LowRank]) -> dict[str, LowRank]:
@@ -85,12 +81,4 @@ def at_one_rank(layers: dict[str, LowRank]) -> dict[str, LowRank]:
     """
     rank = max(layer.rank for layer in layers.values())
     scale = max(layer.scale for layer in layers.values())
-    return {path: _widened(layer, rank, scale) for path, layer in layers.items()}
-
-
-def _widened(layer: LowRank, rank: int, scale: float) -> LowRank:
-    if (layer.rank, layer.scale) == (rank, scale):
-        return layer
-    more = rank - layer.rank
-    a, b = layer.a.astype(mx.float32), layer.b.astype(mx.float32) * (layer.scale / scale)
-    return LowRank(mx.pad(a, [(0, 0), (0, more)]), mx.pad(b, [(0, more), (0, 0)]), scale)
+    return {path: layer.widened(rank, scale) for path, layer in layers.items()}

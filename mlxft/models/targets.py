@@ -1,19 +1,26 @@
-"""Which linear layers of a model are adapted: names, patterns and blocks."""
+"""Which layers of a model are adapted: names, patterns and blocks."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxft.errors import InputError
-from mlxft.models.lora_linear import LoRALinear
+from mlxft.models.lora_linear import AdaptedLayer
+
+LINEARS = (nn.Linear, nn.QuantizedLinear)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+
+_SLOTS_OF_LINEARS = 1000  # of a block; those of other layers come after them
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer of a model, as it is without an adapter, and its place.
+    """A linear layer of a model, as it is without an adapter, and its place; or experts, or an embedding.
 
     path: in the whole model. block: number of its decoder block, None outside of them. name: its path
     inside the block (outside: `path`). slot: its rank by name among the block's linear layers.
@@ -25,6 +32,28 @@ class LinearLayer:
     slot: int
     module: nn.Module
 
+    @property
+    def is_experts(self) -> bool:
+        """True for a layer of experts, each with a weight of its own."""
+        return isinstance(self.module, EXPERTS)
+
+    @property
+    def is_embedding(self) -> bool:
+        return isinstance(self.module, EMBEDDINGS)
+
+
+def adaptable_layers(model: nn.Module) -> list[LinearLayer]:
+    """Returns the linear layers of `model`, its layers of experts, and its embeddings.
+
+    Experts have slots of their own, and embeddings: masks of linear layers do not depend on them.
+    """
+    others = [
+        replace(layer, slot=layer.slot + _SLOTS_OF_LINEARS)
+        for layer in _layers(model, (*EXPERTS, *EMBEDDINGS))
+        if layer.is_experts or layer.block is None
+    ]
+    return linear_layers(model) + others
+
 
 def linear_layers(model: nn.Module) -> list[LinearLayer]:
     """Returns the dense and quantised linear layers of `model`, by block and name, those outside last.
@@ -32,16 +61,20 @@ def linear_layers(model: nn.Module) -> list[LinearLayer]:
     Kinds with code of their own (experts, layers that split their output) are not among them. An adapted
     layer counts as the linear layer that it wraps, at its own path.
     """
+    return _layers(model, LINEARS)
+
+
+def _layers(model: nn.Module, kinds: tuple[type, ...]) -> list[LinearLayer]:
     blocks = {id(block): number for number, block in enumerate(model.layers)}
     modules = dict(model.named_modules())
     prefixes = {path + ".": blocks[id(module)] for path, module in modules.items() if id(module) in blocks}
     places = []
     for path, module in modules.items():
-        if isinstance(module, LoRALinear):
-            module = module.linear
-        elif isinstance(modules.get(path.rpartition(".")[0]), LoRALinear):
+        if isinstance(module, AdaptedLayer):
+            module = module.base
+        elif isinstance(modules.get(path.rpartition(".")[0]), AdaptedLayer):
             continue
-        if type(module) in (nn.Linear, nn.QuantizedLinear):
+        if type(module) in kinds:
             prefix = next((p for p in prefixes if path.startswith(p)), "")
             places.append((prefixes.get(prefix), path.removeprefix(prefix), path, module))
     found, slots = [], {}
@@ -52,18 +85,20 @@ def linear_layers(model: nn.Module) -> list[LinearLayer]:
 
 
 def select(model: nn.Module, targets: Any = None, layers: Any = "all") -> list[LinearLayer]:
-    """Returns the linear layers that `targets` and `layers` choose, at least one.
+    """Returns the layers that `targets` and `layers` choose, at least one.
 
-    targets: None for all inside the blocks; or names and patterns (fnmatch) of a layer's last name
-    ("q_proj"), its path inside a block ("self_attn.*") or its whole path ("model.layers.3.*"). A layer
-    outside the blocks is chosen by its exact path only ("lm_head"). layers: "all", "last N" or N.
+    targets: None for all linear ones inside the blocks; or names and patterns (fnmatch) of a layer's last
+    name ("q_proj"), its path inside a block ("self_attn.*") or its whole path ("model.layers.3.*"), experts
+    among them. A layer outside the blocks is chosen by its exact path or last name only ("lm_head",
+    "embed_tokens"). layers: "all", "last N" or N.
 
     Raises: InputError for a pattern that matches nothing, listing what there is.
     """
     first = first_block(layers, len(model.layers))
-    every = linear_layers(model)
+    every = adaptable_layers(model)
     inside = [layer for layer in every if layer.block is not None and layer.block >= first]
     if targets is None:
+        inside = [layer for layer in inside if not layer.is_experts]
         if not inside:
             raise InputError("the model's decoder blocks have no linear layer that can be adapted")
         return inside
@@ -75,7 +110,7 @@ def select(model: nn.Module, targets: Any = None, layers: Any = "all") -> list[L
     chosen = set()
     for pattern in patterns:
         matching = {layer.path for layer in inside if _matches(pattern, layer)}
-        matching |= {layer.path for layer in outside if layer.path == pattern}
+        matching |= {layer.path for layer in outside if pattern in (layer.path, _last(layer.path))}
         if not matching:
             there = sorted({layer.name for layer in inside}) + [layer.path for layer in outside]
             raise InputError(f"adapter.targets: {pattern!r} matches no linear layer of blocks {first} to "
@@ -100,11 +135,13 @@ def first_block(layers: Any, num_blocks: int) -> int:
 
 
 def num_expert_layers(model: nn.Module) -> int:
-    """Returns how many expert layers the model has; they are not adapted."""
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-    return sum(isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) for module in model.modules())
+    """Returns how many layers of experts the model has."""
+    return sum(isinstance(module, EXPERTS) for module in model.modules())
 
 
 def _matches(pattern: str, layer: LinearLayer) -> bool:
-    return any(fnmatchcase(name, pattern) for name in (layer.name.rpartition(".")[2], layer.name, layer.path))
+    return any(fnmatchcase(name, pattern) for name in (_last(layer.name), layer.name, layer.path))
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Optional
@@ -19,23 +19,27 @@ import mlxft
 from mlxft.backend import backend, shape_multiple
 from mlxft.blas import num_threads
 from mlxft.config.schema import Config
-from mlxft.layouts.attention import scores_bytes
 from mlxft.planning.probe import Cost, ProbeModel, only_new_garbage
 from mlxft.planning.shape import ModelShape
 from mlxft.planning.workload import Workload
+from mlxft.segmented import segments
 from mlxft.segmented.build import GradientPlan
 
 log = logging.getLogger("mlxft")
 
 KINDS = ("whole", "checkpoint", "segmented")
+HALVES = "halves"  # of segments, for models whose layers have them
 _POSITIONS = 1024  # of the longer probe, unless attention has to be longer to be as in long rows
 _SURELY = 1.2  # times the length from which on attention is in blocks
 _MOST_ROWS = 4  # of a probe: more cost as much each
-_LONGEST_WINDOW = 512  # that probes are made longer for
-# Of what is measured. Primes: no other axis of a model's arrays is taken for the vocabulary.
-_LAYER_VOCABULARY = 61  # small: the head is not to count
-_HEAD_VOCABULARIES = (509, 1021)
-_HEAD_TOKENS = (32, 64)
+_LONGEST_WINDOW = {"cpu": 512, "metal": 4096, "cuda": 4096}  # that probes are made longer for
+_LAYER_VOCABULARY = 61  # small, for the head is not to count. No other axis is likely to be as long.
+# Of heads: tokens, and the larger vocabulary over the hidden width. Logits have to be what takes most memory,
+# as they do in real ones.
+_HEAD_TOKENS, _HEAD_RATIO = (16, 32), 32
+_SMALLEST_VOCABULARY = 1000
+# Small heads are measured again, and the largest peak is that of larger ones: MLX runs less far ahead.
+_HEAD_REPEATS, _QUICK_S = 3, 0.02
 MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them alive, not more
 
 
@@ -43,21 +47,24 @@ MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them aliv
 class Calibration:
     """What probes measured, for `rows` rows of each of two `lengths`.
 
-    kept: by kind and length, bytes that one layer of each group adds to a step's peak. working: by kind
-    and length, bytes beside those. joined: by length, those of one segment of `joined_layers`. seconds: by
-    kind and length, of a weight of the layers. head: by kind, for 1 to MOST_CHUNKS chunks, bytes a logit
-    at once, a supervised token, a token of the vocabulary.
-    head_seconds: of a logit, over the hidden width. update: bytes that an optimiser's update of a
-    few layers takes beside what was there; of many it takes no more, array by array.
+    layers: those that were probed of each group. kept: by kind and length, bytes that one layer of each
+    group adds to a step's peak. working: by kind and length, bytes beside those. joined: by length, those of
+    one segment of all `layers`. seconds: by kind and length, of a step of these. Where any layer has
+    halves, HALVES is such a kind, and of_half has, by half and length, the bytes that the backward of one
+    takes, of all positions at once, and what a step has "beside" the larger one. head: by kind, for 1 to
+    MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary. head_seconds:
+    of a logit, over the hidden width. update: bytes that an optimiser's update of a few layers takes beside
+    what was there; of many it takes no more, array by array.
     """
 
     rows: int
     lengths: tuple[int, int]
+    layers: list[int]
     kept: dict[str, list[list[float]]]
     working: dict[str, list[float]]
     joined: list[float]
-    joined_layers: int
     seconds: dict[str, list[float]]
+    of_half: dict[str, list[float]]
     head: dict[str, list[list[float]]]
     head_seconds: float
     update: float
@@ -88,13 +95,31 @@ def probe_lengths(shape: ModelShape, rows: int, wanted_length: int) -> tuple[int
     Attention keeps the scores of short rows and makes those of long ones again, block by block; a sliding
     window changes longer rows only. What is wanted is told from two probes that are long in both ways.
     """
-    is_fused = backend() == "cuda" and shape.item_bytes == 2
-    blocked = 0.0 if is_fused else math.sqrt(scores_bytes() / (4 * rows * shape.num_heads))
-    window = shape.window if shape.window and shape.window <= _LONGEST_WINDOW else 0
+    blocked = 0 if shape.attention.is_fused else shape.attention.longest_at_once(rows)
+    window = shape.window or 0
+    # Which is not seen in shorter rows.
+    window = window if window < wanted_length and window <= _LONGEST_WINDOW[backend()] else 0
     long = math.ceil(max(_SURELY * blocked, 2 * window, _POSITIONS / 2 / rows))
     multiple = shape_multiple()
     longer = min(2 * -(-long // multiple) * multiple, wanted_length)
     return max(longer // 2 // multiple, 1) * multiple, longer
+
+
+@dataclass
+class _AtLength:
+    """Figures of a `Calibration`, of one length."""
+
+    kept: dict[str, list[float]] = field(default_factory=dict)
+    working: dict[str, float] = field(default_factory=dict)
+    joined: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    of_half: dict[str, float] = field(default_factory=dict)
+    update: float = 0.0
+
+
+def mlp_tokens(config: Config, length: int) -> int:
+    """Returns how many tokens of a row of that length the MLP takes at once, of layers in halves."""
+    return length if config.adapter.dropout else min(length, segments._MLP_TOKENS)
 
 
 class _Probes:
@@ -113,51 +138,65 @@ class _Probes:
 
     def measure(self) -> Calibration:
         """Returns everything."""
-        shape, groups = self.shape, self.shape.groups
         self.model.cut(_LAYER_VOCABULARY)
-        weights = sum(group.weight_values * n for group, n in zip(groups, self.of_base, strict=True))
-        kept: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-        working: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        update, joined = 0.0, []
-        # A segment with another one below it, to which it hands a gradient on.
-        more = [index for group in groups for index in group.indices if index not in self.base][:1]
-        above = [*self.base, *more]
-        for length in self.lengths:
-            entering = shape.width * shape.item_bytes * self.rows * length  # a segment
-            for kind in KINDS:
-                cost, update_bytes = self._step(self.base, kind, length)
-                update = max(update, update_bytes)
-                if kind == "segmented":
-                    added = [float(entering * group.is_walked) for group in groups]
-                else:
-                    added = [self._added(group.indices, kind, length, cost) for group in groups]
-                own = sum(each * n for each, n in zip(added, self.of_base, strict=True))
-                kept[kind].append(added)
-                working[kind].append(max(cost.num_bytes - own, 0.0))
-                seconds[kind].append(cost.seconds / weights)
-            cost, _ = self._step(above, "segmented", length, segment_layers=len(self.base))
-            joined.append(max(cost.num_bytes - entering * (1 + len(more)), 0.0))
+        self.model.choose(self.base)
+        kinds = (*KINDS, HALVES) if self.model.with_halves() else KINDS
+        lengths = [self._at(length, kinds) for length in self.lengths]
         head, head_seconds = self._head()
         return Calibration(
             rows=self.rows,
             lengths=self.lengths,
-            kept=kept,
-            working=working,
-            joined=joined,
-            joined_layers=len(self.base),
-            seconds=seconds,
+            layers=self.of_base,
+            kept={kind: [at.kept[kind] for at in lengths] for kind in KINDS},
+            working={kind: [at.working[kind] for at in lengths] for kind in KINDS},
+            joined=[at.joined for at in lengths],
+            seconds={kind: [at.seconds[kind] for at in lengths] for kind in kinds},
+            of_half={name: [at.of_half[name] for at in lengths] for name in lengths[0].of_half},
             head=head,
             head_seconds=head_seconds,
-            update=update,
+            update=max(at.update for at in lengths),
         )
 
-    def _step(
-        self, indices: Sequence[int], kind: str, length: int, segment_layers: int = 1
-    ) -> tuple[Cost, float]:
+    def _at(self, length: int, kinds: Sequence[str]) -> "_AtLength":
+        """Returns the figures of rows of one length."""
+        shape, groups = self.shape, self.shape.groups
+        found = _AtLength()
+        entering = shape.width * shape.item_bytes * self.rows * length  # a segment
+        for kind in kinds:
+            cost, update = self._step(self.base, self._plan(kind), length)
+            found.update = max(found.update, update)
+            if kind in ("segmented", HALVES):
+                added = [float(entering * group.is_walked) for group in groups]
+            else:
+                added = [self._added(group.indices, kind, length, cost) for group in groups]
+            own = sum(each * n for each, n in zip(added, self.of_base, strict=True))
+            found.kept[kind] = added
+            found.working[kind] = max(cost.num_bytes - own, 0.0)
+            found.seconds[kind] = cost.seconds
+        # A segment with another one below it, to which it hands a gradient on.
+        more = [index for group in groups for index in group.indices if index not in self.base][:1]
+        plan = GradientPlan("segmented", len(self.base), self.in_flight)
+        cost, _ = self._step([*self.base, *more], plan, length)
+        found.joined = max(cost.num_bytes - entering * (1 + len(more)), 0.0)
+        if HALVES in kinds:
+            found.of_half = self._halves(found.working[HALVES], length)
+        return found
+
+    def _halves(self, together: float, length: int) -> dict[str, float]:
+        """Returns `Calibration.of_half` of one length, at which a step took so much `together`."""
+        self.model.choose(self.base)
+        attention, mlp = (self.model.half(half, self.rows, length) for half in ("attention", "mlp"))
+        larger = max(attention, mlp * mlp_tokens(self.config, length) / length)
+        return {"attention": attention, "mlp": mlp, "beside": max(together - larger, 0.0)}
+
+    def _plan(self, kind: str) -> GradientPlan:
+        if kind == HALVES:
+            return GradientPlan("segmented", 1, self.in_flight, halves=True)
+        return GradientPlan(kind, 1, self.in_flight)
+
+    def _step(self, indices: Sequence[int], plan: GradientPlan, length: int) -> tuple[Cost, float]:
         self.model.choose(indices)
         repeat = 1 if backend() == "cpu" else 3  # a GPU compiles first
-        plan = GradientPlan(kind, segment_layers, self.in_flight)
         return self.model.step(plan, self.rows, length, repeat)
 
     def _added(self, indices: Sequence[int], kind: str, length: int, base: Cost) -> float:
@@ -166,20 +205,27 @@ class _Probes:
         if more is None:
             return 0.0
         self.model.choose([*self.base, more])
-        cost, _ = self.model.step(GradientPlan(kind, 1, self.in_flight), self.rows, length)
+        cost, _ = self.model.step(self._plan(kind), self.rows, length)
         return max(cost.num_bytes - base.num_bytes, 0.0)
 
     def _head(self) -> tuple[dict[str, list[list[float]]], float]:
         """Returns what `Calibration.head` says, and the seconds of a product."""
-        objective = self.config.trainer.objective
-        (small, large), (few, many) = _HEAD_TOKENS, _HEAD_VOCABULARIES
+        if self.config.adapter.kind == "full":
+            self.shape.view.head_module.freeze()  # its gradient would hide what few logits take
+        small, large = _HEAD_TOKENS
+        many = max(min(self.shape.vocabulary, _HEAD_RATIO * self.shape.width), _SMALLEST_VOCABULARY)
+        few, many = self.model.unlike_any_axis(many // 2), self.model.unlike_any_axis(many)
         costs: dict[tuple, Cost] = {}
         for vocabulary, tokens in ((few, small), (few, large), (many, small)):
             self.model.cut(vocabulary)
             for chunks in range(1, MOST_CHUNKS + 1):
-                place, chunk = (chunks, tokens, vocabulary), tokens if chunks > 1 else None
-                costs["whole", *place] = self.model.head(objective, tokens * chunks, chunk)
-                costs["segmented", *place] = self.model.segmented_head(tokens * chunks, chunk)
+                chunk = tokens if chunks > 1 else None
+                for kind, head in (("whole", self.model.head), ("segmented", self.model.segmented_head)):
+                    runs = [head(tokens * chunks, chunk)]
+                    while runs[-1].seconds < _QUICK_S and len(runs) < _HEAD_REPEATS:
+                        runs.append(head(tokens * chunks, chunk))
+                    most, fastest = max(run.num_bytes for run in runs), min(run.seconds for run in runs)
+                    costs[kind, chunks, tokens, vocabulary] = Cost(most, fastest)
         figures: dict[str, list[list[float]]] = {kind: [] for kind in ("whole", "segmented")}
         for kind, of_kind in figures.items():
             for chunks in range(1, MOST_CHUNKS + 1):
@@ -195,12 +241,12 @@ class _Probes:
 
 def _key(config: Config, shape: ModelShape, rows: int, lengths: tuple[int, int]) -> str:
     """Returns a name for all that the figures depend on."""
-    groups = [(group.is_walked, group.arrays) for group in shape.groups]
+    groups = [(group.is_walked, group.window, group.arrays) for group in shape.groups]
     about = {
         "machine": (platform.node(), platform.machine(), str(mx.device_info().get("device_name"))),
         "backend": (backend(), os.cpu_count(), num_threads()),
         "versions": (version("mlx"), version("mlx-lm"), mlxft.__version__, _code()),
-        "shape": (type(shape.view).__name__, groups, shape.width, shape.num_heads, shape.window),
+        "shape": (type(shape.view).__name__, groups, shape.width, shape.attention, shape.window),
         "adapter": (config.adapter.dropout, config.adapter.kind),
         "optimizer": asdict(config.optimizer),
         "how": (config.trainer.deterministic, config.trainer.objective == "sft"),

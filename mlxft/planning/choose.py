@@ -92,8 +92,8 @@ class Planner:
         """Returns what the configuration leaves to choose from, every kind for trainer.gradient=auto."""
         trainer = self.config.trainer
         segmented = self._segmented()
-        if trainer.segment_layers == "half":  # predicted as whole layers, of which it takes less
-            segmented = [GradientPlan("segmented", 1, self._in_flight(), halves=True)]
+        if trainer.segment_layers == "half":
+            segmented = [self._by_halves()]
         elif trainer.segment_layers != "auto":
             segmented = [GradientPlan("segmented", trainer.segment_layers, self._in_flight())]
         if trainer.gradient == "segmented":
@@ -105,12 +105,23 @@ class Planner:
         return [GradientPlan("whole"), GradientPlan("checkpoint"), *segmented]
 
     def all_plans(self) -> list[GradientPlan]:
-        """Returns every way to run the backward, and what was asked for."""
-        every = [GradientPlan("whole"), GradientPlan("checkpoint"), *self._segmented(), *self.plans()]
-        return list(dict.fromkeys(every))
+        """Returns every way to run the backward that differs from the others, and what was asked for."""
+        *whole_layers, halves = self._segmented()
+        every = [GradientPlan("whole"), GradientPlan("checkpoint"), halves, *whole_layers]
+        return list(dict.fromkeys([*self._that_differ(every), *self._that_differ(self.plans())]))
 
     def _segmented(self) -> list[GradientPlan]:
-        return [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
+        whole_layers = [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
+        return [*whole_layers, self._by_halves()]
+
+    def _by_halves(self) -> GradientPlan:
+        return GradientPlan("segmented", 1, self._in_flight(), halves=True)
+
+    def _that_differ(self, plans: Sequence[GradientPlan]) -> Sequence[GradientPlan]:
+        """Returns them without halves where layers have none: those would be whole ones."""
+        if len(plans) == 1 or self.predictor.has_halves:
+            return plans
+        return [plan for plan in plans if not plan.halves]
 
     def choose(self, before: Optional[GradientPlan] = None) -> Choice:
         """Returns what is taken. before: the plan of the run that is continued, kept if it fits."""
@@ -120,7 +131,8 @@ class Planner:
             fits = self.bound_bytes <= self.limit_bytes
             plan = first if fits or len(plans) == 1 else GradientPlan("segmented", 1, self._in_flight())
             return Choice(plan, self.bound_bytes, self.limit_bytes, True, self.wanted)
-        taken = fastest([self.predictor(plan, self.wanted) for plan in plans], self.limit_bytes)
+        predicted = [self.predictor(plan, self.wanted) for plan in self._that_differ(plans)]
+        taken = fastest(predicted, self.limit_bytes)
         if before in plans:
             again = self.predictor(before, self.wanted)
             taken = again if again.peak_bytes <= self.limit_bytes else taken
@@ -130,13 +142,16 @@ class Planner:
     def what_fits(self, asked: GradientPlan) -> str:
         """Returns, as a sentence, what of other backwards, shorter rows and fewer of them fits the limit."""
         data, limit, wanted = self.config.data, self.limit_bytes, self.wanted
-        predicted = [self.predictor(plan, wanted) for plan in self._segmented()]
+        predicted = [self.predictor(plan, wanted) for plan in self._that_differ(self._segmented())]
         least = min(predicted, key=lambda each: each.peak_bytes)
         options = []
-        if least.peak_bytes <= limit and asked.kind != "segmented":
-            options.append(f"trainer=segmented (about {gigabytes(least.peak_bytes)} GB)")
+        if least.peak_bytes <= limit and asked != least.plan:
+            how = "trainer=segmented" if asked.kind != "segmented" else _layers_of(least.plan)
+            options.append(f"{how} (about {gigabytes(least.peak_bytes)} GB)")
         for plan in dict.fromkeys((asked, least.plan)):
             name = f"trainer.gradient={plan.kind}"
+            if plan.kind == asked.kind == "segmented" and plan != asked:
+                name = _layers_of(plan)
             length = self.predictor.longest(plan, wanted, limit, wanted.length)
             if 1 < length < wanted.length:
                 options.append(f"data.max_length={length + 1} with {name}")
@@ -167,10 +182,16 @@ def fastest(predictions: Sequence[Prediction], limit: int) -> Prediction:
     whole = [each for each in fitting if each.plan.kind == "whole"]
     if whole:  # nothing computes less
         return whole[0]
+    # Nothing computes more than halves, whatever a busy machine has measured.
+    fitting = [each for each in fitting if not each.plan.halves] or fitting
     best = min(each.seconds for each in fitting)
     return min(
         (each for each in fitting if each.seconds <= _AS_FAST * best), key=lambda each: each.peak_bytes
     )
+
+
+def _layers_of(plan: GradientPlan) -> str:
+    return f"trainer.segment_layers={'half' if plan.halves else plan.segment_layers}"
 
 
 def refuse(choice: Choice) -> None:

@@ -123,8 +123,8 @@ class Survey:
 
     @property
     def _one_layer(self) -> Optional[GradientPlan]:
-        plans = [line.longest.plan for line in self.lines]
-        return next((plan for plan in plans if plan.kind == "segmented" and plan.segment_layers == 1), None)
+        plans = [line.longest.plan for line in self.lines if line.longest.plan.kind == "segmented"]
+        return next((plan for plan in plans if plan.segment_layers == 1 and not plan.halves), None)
 
     def verdict(self) -> str:
         """Returns what training would take, and what helps where that does not fit."""
@@ -218,14 +218,14 @@ def _table(found: Survey) -> Table:
             gigabytes(median.peak_bytes),
             _seconds(median.seconds),
             most,
-            "taken" if taken else "" if fits else "too large",
+            "taken" if taken else "" if fits else "no fit",
             style="bold" if taken else None,
         )
     return table
 
 
 def _named(plan: GradientPlan) -> str:
-    return str(plan).removesuffix(" a segment")
+    return "segmented, 1/2 layer" if plan.halves else str(plan).removesuffix(" a segment")
 
 
 def _seconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ from typing import Optional
 
 from mlxft.errors import InputError
 from mlxft.models import packaged
-from mlxft.models.resolve import HUB_ANSWERS_WITHIN_S, PATTERNS, checked_folder, is_hub_id
+from mlxft.models.resolve import HUB_ANSWERS_WITHIN_S, PATTERNS, checked_folder, has_weights, is_hub_id
 
 
 def local_folder(path: str, revision: Optional[str] = None, key: str = "model.path") -> Path:
@@ -28,15 +28,16 @@ def local_folder(path: str, revision: Optional[str] = None, key: str = "model.pa
 
 
 def _cached(hub_id: str, revision: Optional[str]) -> Optional[Path]:
-    """Returns the snapshot in the hub's cache, None without one."""
+    """Returns the snapshot in the hub's cache, None without one that has weights."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
+        cached = Path(
             snapshot_download(hub_id, revision=revision, allow_patterns=PATTERNS, local_files_only=True)
         )
     except (OSError, ValueError):
         return None
+    return cached if has_weights(cached) else None
 
 
 def _to_fetch(hub_id: str, revision: Optional[str]) -> str:

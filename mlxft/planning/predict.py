@@ -5,23 +5,23 @@ peak = model + optimiser's state + references + the larger of
        gradients + what the update takes
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from mlxft.backend import backend
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
-from mlxft.layouts.attention import scores_bytes
-from mlxft.planning.calibrate import MOST_CHUNKS, Calibration
-from mlxft.planning.shape import ModelShape
+from mlxft.planning.calibrate import HALVES, MOST_CHUNKS, Calibration, mlp_tokens
+from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
 from mlxft.segmented.build import GradientPlan
 from mlxft.training.objectives import HeadPlan
 from mlxft.training.reference import is_the_start
 
-_FEWEST_QUERIES = 32  # of an attention block, whatever its scores take
 _LEAST_SLOPE, _MOST_SLOPE = 0.6, 1.15  # of figures over their length, beyond what was probed
 _UPDATED_AT_ONCE = 4  # of the largest array: itself, the new one and its two moments
-_SCORES_ALIVE = 4  # blocks' worth of scores in the backward: scores, weights and their gradients
+_LOGIT_BYTES = 4
+_MOST_SHARE = 3 / 4  # of a figure, that is thought to be scores
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Predictor:
         self.shape, self.config = shape, config
         self.resting_bytes = resting_bytes
         self.calibration = calibration
+
+    @property
+    def has_halves(self) -> bool:
+        """False where a plan of halves is that of whole layers."""
+        return bool(self.calibration.of_half)
 
     def __call__(self, plan: GradientPlan, wanted: Workload) -> Prediction:
         """Returns what a step of one such micro-batch takes at the most."""
@@ -76,69 +81,110 @@ class Predictor:
 
     def _kept(self, plan: GradientPlan, wanted: Workload) -> float:
         """Returns the bytes that all layers keep; of segments only what enters each is kept."""
-        both = self.calibration.kept[plan.kind]
         kept = 0.0
         for number, group in enumerate(self.shape.groups):
             layers = group.count
             if plan.kind == "segmented":
                 layers = -(-group.count // plan.segment_layers)
-            kept += layers * self._at([both[0][number], both[1][number]], wanted)
+            kept += layers * self._kept_of(plan.kind, number, wanted)
         return kept
 
+    def _kept_of(self, kind: str, number: int, wanted: Workload) -> float:
+        """Returns the bytes that one layer of a group keeps."""
+        first, second = self.calibration.kept[kind]
+        group, attention = self.shape.groups[number], self.shape.attention
+        scores = partial(attention.kept, group.window) if kind == "whole" and group.is_walked else _none
+        return self._beside([first[number], second[number]], scores, wanted)
+
     def _working(self, plan: GradientPlan, wanted: Workload) -> float:
-        known, blocks = self.calibration, self._longer_blocks(wanted)
+        """Returns the bytes beside the kept while the backward of one layer, or of a segment, runs."""
+        known = self.calibration
+        if plan.halves and self.has_halves:
+            return self._working_by_halves(wanted)
         layers = min(plan.segment_layers, self.shape.num_walked)
         if plan.kind != "segmented" or layers == 1:
-            return self._at(known.working[plan.kind], wanted) + blocks
-        first, second = known.kept["whole"]
-        more = max(self._at(list(both), wanted) for both in zip(first, second, strict=True))
-        segment = self._at(known.joined, wanted) + more * (layers - known.joined_layers)
-        return segment * plan.in_flight + blocks
+            scores = self._alive_beside_kept if plan.kind == "whole" else self._alive
+            return self._beside(known.working[plan.kind], scores, wanted)
+        more = max(self._kept_of("whole", number, wanted) for number in range(len(self.shape.groups)))
+        segment = self._beside(known.joined, self._alive_in_all, wanted)
+        return (segment + more * (layers - sum(known.layers))) * plan.in_flight
 
-    def _longer_blocks(self, wanted: Workload) -> float:
-        """Returns what attention blocks take beyond those of the probes: they keep so many queries."""
-        if backend() == "cuda" and self.shape.item_bytes == 2:
-            return 0.0
+    def _working_by_halves(self, wanted: Workload) -> float:
+        """Returns the bytes beside the kept of the larger half: the MLP takes so many tokens at once."""
+        of_half = self.calibration.of_half
+        attention = self._beside(of_half["attention"], self._alive, wanted)
+        mlp = self._at(of_half["mlp"], wanted.at(mlp_tokens(self.config, wanted.length)))
+        return self._at(of_half["beside"], wanted) + max(attention, mlp)
 
-        def block(rows: int, length: int) -> float:
-            return max(scores_bytes(), 4 * rows * self.shape.num_heads * _FEWEST_QUERIES * length)
+    def _alive(self, rows: int, length: int) -> float:
+        """Returns the bytes of scores that are alive in the backward of the layer with most of them."""
+        alive = self.shape.attention.alive
+        return max((alive(group.window, rows, length) for group in self._walked), default=0.0)
 
-        probed = self.calibration.lengths[1]
-        if wanted.length <= probed:
-            return 0.0
-        return _SCORES_ALIVE * (block(wanted.rows, wanted.length) - block(wanted.rows, probed))
+    def _alive_beside_kept(self, rows: int, length: int) -> float:
+        attention = self.shape.attention
+        return max(
+            (
+                attention.alive(group.window, rows, length) - attention.kept(group.window, rows, length)
+                for group in self._walked
+            ),
+            default=0.0,
+        )
+
+    def _alive_in_all(self, rows: int, length: int) -> float:
+        """Returns the bytes of scores in a segment of all layers that were probed."""
+        kept = sum(
+            self.shape.attention.kept(group.window, rows, length) * count
+            for group, count in zip(self.shape.groups, self.calibration.layers, strict=True)
+            if group.is_walked
+        )
+        return kept + self._alive_beside_kept(rows, length)
+
+    @property
+    def _walked(self) -> list[LayerGroup]:
+        return [group for group in self.shape.groups if group.is_walked]
+
+    def _beside(self, both: list[float], scores: Callable[[int, int], float], wanted: Workload) -> float:
+        """Returns a figure at the wanted length: near proportion but for the scores(rows, length) in it."""
+        rows, lengths = self.calibration.rows, self.calibration.lengths
+        low, high = (scores(rows, length) for length in lengths)
+        # What takes most memory in a layer may be something else than its attention.
+        share = min(_MOST_SHARE * both[1] / high, 1.0) if high else 1.0
+        rest = [max(both[0] - share * low, 0.0), both[1] - share * high]
+        return self._at(rest, wanted) + share * scores(wanted.rows, wanted.length)
 
     def _head(self, plan: GradientPlan, wanted: Workload) -> float:
         how = HeadPlan(self.config.head.kind, self.config.head.chunk)
         at_once = min(how.chunk_for(wanted.targets) or wanted.targets, wanted.targets)
-        chunks = min(-(-wanted.targets // at_once), MOST_CHUNKS)
-        logit, token, word = self.calibration.head["segmented" if plan.kind == "segmented" else "whole"][
-            chunks - 1
-        ]
-        vocabulary = self.shape.vocabulary
-        return max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
+        chunks = -(-wanted.targets // at_once)
+        is_segmented, vocabulary = plan.kind == "segmented", self.shape.vocabulary
+        of_kind = self.calibration.head["segmented" if is_segmented else "whole"]
+        logit, token, word = of_kind[min(chunks, MOST_CHUNKS) - 1]
+        logits = max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
+        # Of a trained head each chunk has a gradient: added up one by one, or when all are there. While it is
+        # computed one of three arrays of logits is alive.
+        gradient = self.shape.trained_head_bytes
+        more = max(gradient - 2 * _LOGIT_BYTES * at_once * vocabulary, 0.0)
+        return logits + gradient * (min(chunks, 2) if is_segmented else chunks) + more
 
     def _seconds(self, plan: GradientPlan, wanted: Workload) -> float:
-        """Returns the seconds of a step: a weight's at this length, times the weights that are walked."""
-        # Layers below the first trained one run forward only, about a third of the work.
-        walked = sum(
-            group.count * group.weight_values * (1 if group.is_walked else 1 / 3)
-            for group in self.shape.groups
-        )
-        at = {
-            kind: self._seconds_at(both, wanted) * walked for kind, both in self.calibration.seconds.items()
-        }
+        """Returns the seconds of a step."""
+        at = {kind: self._seconds_at(both, wanted) for kind, both in self.calibration.seconds.items()}
         whole = at["whole"]
         # They do all that whole does and run layers forward once more, less than half of that again: what
         # is beyond was other programs' doing. Segments wait for each other too.
         checkpoint = min(max(at["checkpoint"], whole), 1.5 * whole)
         each = min(max(at["segmented"], whole), 2 * whole)
+        if plan.halves and self.has_halves:  # a forward of attention more, of three passes of all
+            each = min(max(at[HALVES], each), each + whole / 3)
         of_kind = {
             "whole": whole,
             "checkpoint": checkpoint,
             "segmented": checkpoint + max(each - checkpoint, 0.0) / plan.segment_layers,
         }
         head = self.calibration.head_seconds * wanted.targets * self.shape.vocabulary * self.shape.width
+        if self.shape.trained_head_bytes:  # one product more, of four
+            head *= 4 / 3
         return (of_kind[plan.kind] + head) * self.config.trainer.accumulate
 
     def _at(self, both: list[float], wanted: Workload) -> float:
@@ -154,21 +200,39 @@ class Predictor:
         return value * wanted.rows / self.calibration.rows
 
     def _seconds_at(self, both: list[float], wanted: Workload) -> float:
-        """Returns seconds at the wanted length: u T + w T^2 through both points, neither below 0."""
+        """Returns the seconds of all layers: so many a weight and position, so many a pair that attends.
+
+        Both rates are those of the probed layers, neither below 0.
+        """
+        groups, attention = self.shape.groups, self.shape.attention
+        # Layers below the first trained one run forward only, about a third of the work.
+        shares = [1 if group.is_walked else 1 / 3 for group in groups]
+        probed = [count * share for count, share in zip(self.calibration.layers, shares, strict=True)]
+        every = [group.count * share for group, share in zip(groups, shares, strict=True)]
+
+        def products(layers: list[float], length: int) -> float:
+            return length * sum(n * group.weight_values for n, group in zip(layers, groups, strict=True))
+
+        def pairs(layers: list[float], length: int) -> float:
+            attended = (attention.pairs(group.window, length) for group in groups)
+            return sum(n * each for n, each in zip(layers, attended, strict=True))
+
         (short, long), (low, high) = self.calibration.lengths, both
-        square = 0.0 if long == short else (high / long - low / short) / (long - short)
+        ratios = [pairs(probed, length) / products(probed, length) for length in (short, long)]
+        a_pair = 0.0
+        if ratios[1] > ratios[0]:
+            a_pair = (high / products(probed, long) - low / products(probed, short)) / (ratios[1] - ratios[0])
         # Other programs may have slowed one probe down: of attention's share no more than four times the
         # operations it has.
-        most = min(4 * self._attention_share(long), 1.0) * high / long**2
-        square = min(max(square, 0.0), most)
-        linear = high / long - square * long
-        seconds = linear * wanted.length + square * wanted.length**2
+        share = 2 * attention.num_heads * attention.head_width * ratios[1]
+        a_pair = min(max(a_pair, 0.0), min(4 * share, 1.0) * high / max(pairs(probed, long), 1.0))
+        a_product = (high - a_pair * pairs(probed, long)) / products(probed, long)
+        seconds = a_product * products(every, wanted.length) + a_pair * pairs(every, wanted.length)
         return seconds * wanted.rows / self.calibration.rows
 
-    def _attention_share(self, length: int) -> float:
-        """Returns the operations of attention over those of the linear layers, at that length."""
-        weights = max(group.weight_values for group in self.shape.groups)
-        return self.shape.width * length / max(weights, 1)
+
+def _none(rows: int, length: int) -> float:
+    return 0.0
 
 
 def upper_bound(shape: ModelShape, config: Config, resting_bytes: int, wanted: Workload) -> int:
@@ -177,21 +241,17 @@ def upper_bound(shape: ModelShape, config: Config, resting_bytes: int, wanted: W
     For each position of a walked layer, three times what its linear layers read and write, and three
     times the scores that attention keeps.
     """
-    heads, item = shape.num_heads, shape.item_bytes
-    reach = min(wanted.length, 2 * shape.window) if shape.window else wanted.length
-    scores = 4.0 * wanted.positions * heads * reach
-    scores = scores if shape.window else min(scores, scores_bytes())
+    item, rows, length = shape.item_bytes, wanted.rows, wanted.length
     walked = [group for group in shape.groups if group.is_walked]
     layers = sum(
-        group.count * 3 * (wanted.positions * (group.linear_values + 4 * shape.width) * item + scores)
+        group.count * 3 * wanted.positions * (group.linear_values + 4 * shape.width) * item
+        + group.count * 3 * shape.attention.kept(group.window, rows, length)
         for group in walked
     )
     at_once = HeadPlan(config.head.kind, config.head.chunk).chunk_for(wanted.targets) or wanted.targets
     head = 6 * 4 * at_once * shape.vocabulary + 4 * 4 * wanted.targets * shape.width
-    blocks = (
-        2 * _SCORES_ALIVE * max(scores_bytes(), 4 * wanted.rows * heads * _FEWEST_QUERIES * wanted.length)
-    )
-    return int(resting_bytes + layers + head + blocks + 8 * shape.trained_bytes)
+    scores = 2 * max((shape.attention.alive(group.window, rows, length) for group in walked), default=0.0)
+    return int(resting_bytes + layers + head + scores + 8 * shape.trained_bytes)
 
 
 def resting_bytes(shape: ModelShape, config: Config, reference_bytes: int = 0) -> int:

@@ -9,21 +9,26 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
+from mlxft.backend import backend
 from mlxft.config.schema import Config
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger
+from mlxft.layouts.cache import TrainingCache
+from mlxft.layouts.pieces import padded
 from mlxft.losses import Head
 from mlxft.models.decoder import DecoderView
 from mlxft.planning.shape import ModelShape
 from mlxft.segmented.build import GradientPlan, build
 from mlxft.segmented.gradients import head_loss
+from mlxft.segmented.programs import Half, SegmentRunner
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft
 from mlxft.training.objectives.common import target_logps
@@ -84,6 +89,11 @@ class ProbeModel:
                 _fill_own(module, self.vocabulary, vocabulary)
         self.vocabulary = vocabulary
 
+    def unlike_any_axis(self, size: int) -> int:
+        """Returns the size, or the next that no axis of an array has: a vocabulary is told by its size."""
+        axes = {axis for _, array in tree_flatten(self.view.model.parameters()) for axis in array.shape}
+        return next(each for each in count(size) if each not in axes)
+
     def step(self, plan: GradientPlan, rows: int, length: int, repeat: int = 1) -> tuple[Cost, float]:
         """Returns the cost of a step's gradient, and the bytes that the update takes beyond its gradients."""
         config = self.config
@@ -111,7 +121,7 @@ class ProbeModel:
         update = mx.get_peak_memory() - before
         return Cost(costs[-1].num_bytes, min(cost.seconds for cost in costs)), update
 
-    def head(self, objective: str, tokens: int, chunk: Optional[int]) -> Cost:
+    def head(self, tokens: int, chunk: Optional[int]) -> Cost:
         """Returns the cost of the loss of so many tokens and its gradients, in one graph.
 
         chunk: tokens whose logits exist at once, None for all.
@@ -124,7 +134,7 @@ class ProbeModel:
 
         def loss(trained: Any, hidden: mx.array) -> mx.array:
             head = Head(self.view.head, trained, differentiated=True)
-            if objective == "sft":
+            if self.config.trainer.objective == "sft":
                 return head_loss(Sft(plan), head, hidden, inputs)[0]
             return (target_logps(plan, head, hidden, inputs) * inputs["weights"]).sum()
 
@@ -134,6 +144,25 @@ class ProbeModel:
         seconds = time.perf_counter() - began
         self.view.head_module.update(trained)
         return Cost(mx.get_peak_memory() - before, seconds)
+
+    def with_halves(self) -> bool:
+        """Returns whether any of the chosen layers is an attention and an MLP, that can be walked apart."""
+        return any(map(self.view.has_halves, range(self.view.num_layers)))
+
+    def half(self, half: str, rows: int, length: int) -> float:
+        """Returns the bytes of one half's backward by itself, of the chosen layer where that takes most."""
+        runner = SegmentRunner(compiled=backend() != "cpu")
+        cache = TrainingCache(padded(length), repeatable=self.config.trainer.deterministic)
+        key = mx.random.key(0) if self.config.adapter.dropout else None
+        entering = mx.ones((rows, length, self.shape.width), _TYPES[self.shape.item_bytes])
+        mx.eval(entering)
+        most, names = 0, [str(index) for index in range(self.view.num_layers)]
+        for index in filter(self.view.has_halves, range(self.view.num_layers)):
+            segment, before = Half(self.view, index, half, names), _begin()
+            with self.view.active():
+                mx.eval(runner.backward(segment, (entering,), (entering,), cache, key))
+            most = max(most, mx.get_peak_memory() - before)
+        return most
 
     def segmented_head(self, tokens: int, chunk: Optional[int]) -> Cost:
         """Returns the cost of the same where the backward is segmented: a model without layers."""
@@ -182,7 +211,9 @@ def _fill_own(module: nn.Module, size: int = 0, cut: int = 0) -> None:
         if isinstance(value, mx.array) and not name.startswith("_"):
             shape = [cut if size and axis == size else axis for axis in value.shape]
             if mx.issubdtype(value.dtype, mx.floating):
-                module[name] = (0.02 * mx.random.normal(shape, key=mx.random.key(0))).astype(value.dtype)
+                # Around 1 for norms: what is next to nothing would agree with what leaves it out.
+                values = 0.02 * mx.random.normal(shape, key=mx.random.key(0)) + (value.ndim == 1)
+                module[name] = values.astype(value.dtype)
             else:
                 module[name] = mx.random.randint(0, 2**31 - 1, shape, key=mx.random.key(0)).astype(
                     value.dtype

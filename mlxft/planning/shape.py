@@ -17,6 +17,8 @@ from mlxft.models.decoder import DecoderView, unchecked_view
 from mlxft.models.frozen_linear import dimensions
 from mlxft.models.load import lazy_model
 from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.models.whole_modules import base_arrays
+from mlxft.planning.scores import Attention
 from mlxft.training import optimizer
 
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -28,11 +30,13 @@ _EXPERTS_OF_A_TOKEN = 8
 class LayerGroup:
     """Layers that cost the same. indices: their places. is_walked: the backward goes through them.
 
+    window: that of sliding attention, in positions, None without.
     linear_values: that the linear layers of one read and write for a position. weight_values: of one's
     linear layers. trained_bytes: of one. arrays: what they are made of.
     """
 
     indices: tuple[int, ...]
+    window: Optional[int]
     is_walked: bool
     linear_values: int
     weight_values: int
@@ -49,7 +53,7 @@ class ModelShape:
     """What a model and its adapter are made of: counts, and bytes of arrays.
 
     state_bytes: of the optimiser. outside_bytes: trained arrays outside of the layers (embedding, norm,
-    head), the largest of which has largest_outside_bytes. num_heads: of queries.
+    head), the largest of which has largest_outside_bytes. trained_head_bytes: of what makes logits.
     window: the shortest sliding window, None without. item_bytes: of a hidden state's numbers.
     """
 
@@ -62,9 +66,10 @@ class ModelShape:
     state_bytes: int
     outside_bytes: int
     largest_outside_bytes: int
+    trained_head_bytes: int
     vocabulary: int
     width: int
-    num_heads: int
+    attention: Attention
     window: Optional[int]
     item_bytes: int
 
@@ -104,14 +109,15 @@ def shape_of(view: DecoderView, report: AdapterReport, config: Config) -> ModelS
         groups=groups,
         num_parameters=report.num_total,
         num_trained=report.num_trainable,
-        model_bytes=_bytes(model.parameters()),
+        model_bytes=_bytes(model.parameters()) + _bytes(base_arrays(model)),
         trained_bytes=trained_bytes,
         state_bytes=_state_bytes(config, model),
         outside_bytes=trained_bytes - sum(group.trained_bytes * group.count for group in groups),
         largest_outside_bytes=_largest_outside(view),
-        vocabulary=view.embedding.weight.shape[0],
+        trained_head_bytes=_bytes(view.head_module.trainable_parameters()),
+        vocabulary=view.vocabulary,
         width=hidden.shape[-1],
-        num_heads=_num_heads(view),
+        attention=_attention(view, hidden),
         window=min(windows, default=None),
         item_bytes=hidden.dtype.size,
     )
@@ -154,10 +160,12 @@ def _largest_outside(view: DecoderView) -> int:
     )
 
 
-def _num_heads(view: DecoderView) -> int:
+def _attention(view: DecoderView, hidden: mx.array) -> Attention:
     args: Any = getattr(view.text, "args", None)
     names = ("num_attention_heads", "n_head", "num_heads")
-    return next((getattr(args, name) for name in names if getattr(args, name, None)), 1)
+    heads = next((getattr(args, name) for name in names if getattr(args, name, None)), 1)
+    width = getattr(args, "head_dim", None) or hidden.shape[-1] // heads
+    return Attention(heads, width, hidden.dtype.size)
 
 
 def _groups(view: DecoderView) -> Iterable[LayerGroup]:
@@ -165,11 +173,12 @@ def _groups(view: DecoderView) -> Iterable[LayerGroup]:
     kinds: dict[Any, list[int]] = {}
     for index, (layer, window) in enumerate(zip(view.layers, view.windows(), strict=True)):
         kinds.setdefault((_arrays(layer), window, index >= lowest), []).append(index)
-    for (arrays, _, is_walked), indices in kinds.items():
+    for (arrays, window, is_walked), indices in kinds.items():
         layer = view.layers[indices[0]]
         linears = [_dimensions(module) for module in layer.modules() if isinstance(module, _PRODUCTS)]
         yield LayerGroup(
             indices=tuple(indices),
+            window=window,
             is_walked=is_walked,
             linear_values=sum(map(sum, linears)),
             weight_values=sum(inputs * outputs for inputs, outputs in linears),

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxft.layouts.cache import TrainingCache
+from mlxft.layouts.noise import noisy
 from mlxft.layouts.pieces import Layout
 from mlxft.losses import Head, linear_cross_entropy, linear_logps
 from mlxft.models.decoder import DecoderView, State
@@ -105,7 +106,7 @@ class Gradient:
 
         def loss(params, inputs):
             self.view.model.update(params)
-            hidden = hidden_states(self.view, inputs["tokens"], cache, self._run_layers)
+            hidden = self.view.finish(self._run_layers(self.view, embedded(self.view, inputs), cache))
             value, metrics = head_loss(self.objective, trained_head(self.view, True), hidden, inputs)
             return value, metrics, hidden if self.observe else ()
 
@@ -139,12 +140,17 @@ def target_rows(hidden: mx.array, inputs: dict[str, mx.array]) -> mx.array:
     return hidden.reshape(-1, hidden.shape[-1])[inputs["index"]]
 
 
-def hidden_states(
-    view: DecoderView, tokens: mx.array, cache: TrainingCache, run_layers: Optional[Callable] = None
-) -> mx.array:
+def hidden_states(view: DecoderView, tokens: mx.array, cache: TrainingCache) -> mx.array:
     """Returns what the head reads, (B, T, H), for tokens (B, T)."""
-    state = (run_layers or _run_plain)(view, view.embed(tokens), cache)
-    return view.finish(state)
+    return view.finish(_run_plain(view, view.embed(tokens), cache))
+
+
+def embedded(view: DecoderView, inputs: dict[str, mx.array]) -> State:
+    """Returns the state before layer 0, with noise on the embeddings where the inputs say so."""
+    tokens = inputs["tokens"]
+    if "noise_key" not in inputs:
+        return view.embed(tokens)
+    return view.embed(tokens, noisy(view.embedding(tokens), inputs))
 
 
 def _run_plain(view: DecoderView, state: State, cache: TrainingCache) -> State:

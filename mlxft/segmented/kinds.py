@@ -13,10 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxft.models.lora_linear import LoRALinear
+from mlxft.models.lora_linear import AdaptedLayer
 
-# Of a LoRALinear: which decoder block it is in, an input of the program, and the layers beside it.
+# Of an adapted layer: which decoder block it is in, an input of the program, and the layers beside it.
 _PLACE = {"block", "sharing"}
+# Of a module that is trained whole: the base's arrays, which no program reads.
+_UNREAD = {"kept_base"}
 # What mlx-lm's layers keep their own number under; most read it while they are made and never again.
 _NUMBER = "layer_idx"
 
@@ -51,7 +53,7 @@ def _reads(kind: type, name: str) -> bool:
 def _state(module: nn.Module, ignored: set[str]) -> Hashable:
     own = {name: value for name, value in module.items() if not isinstance(value, nn.Module)}
     own |= vars(module)
-    left_out = ignored | (_PLACE if isinstance(module, LoRALinear) else set())
+    left_out = ignored | _UNREAD | (_PLACE if isinstance(module, AdaptedLayer) else set())
     values = [(name, _value(name, own[name])) for name in sorted(own) if name not in left_out]
     return type(module), tuple(values)
 

@@ -17,7 +17,16 @@ from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import Layout
 from mlxft.losses import stepped_cross_entropy, stepped_gradients
 from mlxft.models.decoder import DecoderView, State
-from mlxft.segmented.gradients import Objective, Observer, Result, head_loss, target_rows, trained_head
+from mlxft.models.lora_linear import dropout_keys
+from mlxft.segmented.gradients import (
+    Objective,
+    Observer,
+    Result,
+    embedded,
+    head_loss,
+    target_rows,
+    trained_head,
+)
 from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.programs import Half, Segment, SegmentRunner
 
@@ -68,8 +77,8 @@ class SegmentedGradient:
             self.view.model.update(params)
 
     def _walk(self, params: Any, inputs: dict[str, mx.array], cache: TrainingCache) -> Result:
-        key, tokens = inputs.get("dropout_key"), inputs["tokens"]
-        entering, state = self._forward(tokens, cache, key)
+        key = inputs.get("dropout_key")
+        entering, state = self._forward(inputs, cache, key)
         loss, metrics, d_state, gradients = self._head(self._outside(params), state, inputs)
         del state
         waiting = _Waiting(self.in_flight)
@@ -79,7 +88,7 @@ class SegmentedGradient:
             gradients |= own
             waiting.submit([own, d_state if entering or self.view.embedding_trains else []])
         if self.view.embedding_trains:
-            gradients = _added(gradients, self._embedding(self._outside(params), tokens, d_state))
+            gradients = _added(gradients, self._embedding(self._outside(params), inputs, d_state))
         self._tell("backward", gradients)
         return loss, metrics, tree_map_with_path(lambda path, _: gradients[path], params)
 
@@ -109,10 +118,11 @@ class SegmentedGradient:
         inside = {name for segment in self._walked for name in segment.trained}
         return {name: array for name, array in tree_flatten(params) if name not in inside}
 
-    def _forward(self, tokens: mx.array, cache: TrainingCache, key) -> tuple[list[State], State]:
+    def _forward(self, inputs: Arrays, cache: TrainingCache, key) -> tuple[list[State], State]:
         """Returns the states that enter the walked segments, and the last one."""
         waiting, entering = _Waiting(self.in_flight), []
-        state = self.view.embed(tokens)
+        with dropout_keys(key):
+            state = embedded(self.view, inputs)
         for segment in self._below:
             state = self._runner.forward(segment, state, cache, key)
             waiting.submit(state)
@@ -126,10 +136,11 @@ class SegmentedGradient:
     def _head(self, outside: Arrays, state: State, inputs) -> tuple[mx.array, dict, State, Arrays]:
         """Returns loss, metrics, the gradient of the last state, and those of the arrays outside."""
         chunk = self.objective.head.chunk_for(inputs["targets"].shape[0])
-        if chunk is None:
-            loss, metrics, d_outside, d_state = self._head_at_once(outside, state, inputs)
-        else:
-            loss, metrics, d_outside, d_state = self._head_in_chunks(outside, state, inputs, chunk)
+        with dropout_keys(inputs.get("dropout_key")):
+            if chunk is None:
+                loss, metrics, d_outside, d_state = self._head_at_once(outside, state, inputs)
+            else:
+                loss, metrics, d_outside, d_state = self._head_in_chunks(outside, state, inputs, chunk)
         mx.eval(loss, metrics, d_outside, d_state)
         self._tell("head", loss)
         return loss, metrics, d_state, d_outside
@@ -166,15 +177,16 @@ class SegmentedGradient:
         own = {f"{self._head_path}.{name}": array for name, array in tree_flatten(d_head)}
         return loss, metrics, _added(d_outside, own), tuple(gradients[count:])
 
-    def _embedding(self, outside: Arrays, tokens: mx.array, d_state: State) -> Arrays:
+    def _embedding(self, outside: Arrays, inputs: Arrays, d_state: State) -> Arrays:
         """Returns what the arrays outside of the layers get from below the first layer."""
         names = list(outside)
 
         def embed(*arrays):
             self.view.model.update(tree_unflatten(list(zip(names, arrays, strict=True))))
-            return self.view.embed(tokens)
+            return embedded(self.view, inputs)
 
-        _, gradients = mx.vjp(embed, list(outside.values()), list(d_state))
+        with dropout_keys(inputs.get("dropout_key")):
+            _, gradients = mx.vjp(embed, list(outside.values()), list(d_state))
         return dict(zip(names, gradients, strict=True))
 
     def _tell(self, phase: str, arrays: Any) -> None:

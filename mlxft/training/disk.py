@@ -1,5 +1,6 @@
-"""Writing into a run's folder: files whole or as they were, a full disk told in a sentence."""
+"""Writing into a run's folder: files whole or as they were, what stops a write told in a sentence."""
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,10 @@ from mlxft.errors import GuardStop
 _OF_MLX = re.compile(r"\[(write|save\w*)\]")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 @contextmanager
 def disk_guard(what: Union[str, Path]):
     """Makes of a write that fails within the block a GuardStop that names `what`."""
@@ -25,15 +30,24 @@ def disk_guard(what: Union[str, Path]):
             raise
         reason = getattr(error, "strerror", None) or error
         raise GuardStop(
-            f"{what} could not be written: {reason}. Earlier checkpoints are intact; free some space, "
+            f"{what} could not be written: {reason}. Earlier checkpoints are intact; {_remedy(error)}, "
             "then continue with trainer.resume=auto"
         ) from error
+
+
+def _remedy(error: Union[OSError, RuntimeError]) -> str:
+    number = getattr(error, "errno", None)
+    if number in _FORBIDDEN:
+        return "give this user the permission to write there"
+    if number is None or number in _FULL:  # MLX gives no number
+        return "free some space"
+    return "put that right"
 
 
 def write_whole(path: Path, content: Union[str, bytes]) -> None:
     """Puts a file of this content in place of the old one: a reader, or a kill, finds either.
 
-    Raises: GuardStop if the disk takes no more; the old file is as it was.
+    Raises: GuardStop if it cannot be written; the old file is as it was.
     """
     aside = path.with_name(f".{path.name}")
     with disk_guard(path):

@@ -23,10 +23,13 @@ log = logging.getLogger("mlxft")
 CONFIG = "config.yaml"
 LOG = "train.log"
 LOCK = ".lock"
+SUMMARY = "summary.json"
 ROOT = Path("runs")
 
+# What does not make a folder somebody's: of a run that never got far, and what systems put anywhere.
+_NOBODYS = (LOCK, LOG, ".DS_Store", "lost+found")
 # What a run leaves: a folder that has one of these holds a run, or something of another program's.
-_LEFT_BY_A_RUN = (CONFIG, "checkpoints", "metrics.jsonl", "adapter", "best", "summary.json")
+_LEFT_BY_A_RUN = (CONFIG, "checkpoints", "metrics.jsonl", "adapter", "best", SUMMARY)
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ def open_run(name: str, config: dict[str, Any]):
     What mlxft says goes to the folder's train.log too. A run that ends before it has written its
     configuration leaves no folder behind.
 
-    Raises: InputError for a run.dir that holds a run already or cannot be written, another process in
-    it, a resume that does not exist, only damaged checkpoints, or settings that cannot continue them.
+    Raises: InputError for a run.dir that holds a run already, or something else, or cannot be written,
+    another process in it, a resume that does not exist, only damaged checkpoints, or settings that
+    cannot continue them.
     """
     resume = config["trainer"]["resume"]
     given = Path(config["run"]["dir"]) if config["run"]["dir"] else None
@@ -84,13 +88,40 @@ def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
     """A run from its first step, in the folder that was given or a new one."""
     if given is None:
         return Start(_enter_new(name, held))
-    if not _holds_a_run(given) or os.path.exists(given / LOCK):
+    was_a_runs = _is_a_runs(given)
+    if not _holds_a_run(given) or was_a_runs:
+        _refuse_what_is_no_runs(given)
         _enter(given, held)  # which tells of a process that is in it
     if _holds_a_run(given):
-        has_checkpoint = bool(CheckpointStore(given).folders())
-        what = "trainer.resume=auto continues it" if has_checkpoint else "It has no checkpoint to continue"
-        raise InputError(f"run.dir={given} holds a run already. {what}; another run.dir keeps both")
+        how = ""
+        if CheckpointStore(given).folders():
+            how = "trainer.resume=auto continues it; "
+        elif was_a_runs and not (given / SUMMARY).exists():
+            how = "trainer.resume=auto starts it afresh, since it has no checkpoint; "
+        raise InputError(f"run.dir={given} holds a run already. {how}another run.dir keeps both")
     return Start(given)
+
+
+def _is_a_runs(folder: Path) -> bool:
+    """A run leaves its lock from its first moment on: what stands without one is somebody's."""
+    return os.path.exists(folder / LOCK)
+
+
+def _refuse_what_is_no_runs(given: Path) -> None:
+    """Raises InputError for a folder that is there, not empty and no run's: its files are not for us."""
+    try:
+        names = sorted(set(os.listdir(given)) - set(_NOBODYS))
+    except PermissionError:
+        raise InputError(f"run.dir={given}: what it holds cannot be read. Choose another run.dir") from None
+    except OSError:  # not there yet, or nothing that can be: making it tells which
+        return
+    # A lock alone is not enough: another program may name a file so, and a run has more to show by then.
+    if names and not (_is_a_runs(given) and (_holds_a_run(given) or _is_taken(given))):
+        what = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise InputError(
+            f"run.dir={given} is not the folder of a run: it holds {what}. Nothing was written there. Give a "
+            f"folder that is new or empty, for instance run.dir={given / 'run'}"
+        )
 
 
 def _holds_a_run(folder: Path) -> bool:
@@ -98,20 +129,20 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack) -> Start:
-    # A run leaves its lock from its first moment on: what stands here without one is somebody's.
-    is_foreign = given is not None and not (given / LOCK).exists() and _holds_a_run(given)
+    if given is not None and os.path.exists(given) and not CheckpointStore(given).folders():
+        if _holds_a_run(given) and not _is_a_runs(given):
+            raise InputError(
+                f"run.dir={given} holds files that this would overwrite, and no checkpoint to continue. "
+                "Another run.dir keeps them"
+            )
+        _refuse_what_is_no_runs(given)
     run_dir = given or _newest_same(name, config)
     if run_dir is not None:
         _enter(run_dir, held)
         checkpoint = CheckpointStore(run_dir).latest()
         if checkpoint is not None:
             return Start(run_dir, _checked(checkpoint, config))
-    if is_foreign:
-        raise InputError(
-            f"run.dir={given} holds files that this would overwrite, and no checkpoint to continue. Another "
-            "run.dir keeps them"
-        )
-    if given is not None and (given / "summary.json").exists():
+    if given is not None and (given / SUMMARY).exists():
         raise InputError(
             f"run.dir={given} holds a run that has ended, without a checkpoint to continue. Another "
             "run.dir keeps it"
@@ -141,12 +172,18 @@ def _from_path(
     path: Path, given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack
 ) -> Start:
     """A run's folder (its newest whole checkpoint) or one checkpoint's folder."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise InputError(
             f"trainer.resume={path}: there is no such folder. Give a run's folder, "
             "one of its checkpoints/step-... folders, or auto"
         )
-    checkpoint = CheckpointStore(path).latest() if (path / "checkpoints").is_dir() else read(path)
+    is_run = _is_a_runs(path) or (path / CONFIG).exists() or (path / "checkpoints").is_dir()
+    checkpoint = CheckpointStore(path).latest() if is_run else read(path)
+    if checkpoint is None and _is_taken(path):
+        raise InputError(
+            f"trainer.resume={path}: a process trains in this run now, and there is no checkpoint yet. Wait "
+            "for its first one"
+        )
     if checkpoint is None:
         raise InputError(f"trainer.resume={path}: the run has no checkpoint yet")
     run_dir = checkpoint.run_dir
@@ -207,6 +244,7 @@ def _locked(run_dir: Path):
         new_files = [run_dir / name for name in (LOG, LOCK) if not (run_dir / name).exists()]
         new_folders = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
+        _check_writable(run_dir)
         file = open(run_dir / LOCK, "w")
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
@@ -216,10 +254,20 @@ def _locked(run_dir: Path):
         _lock(file, run_dir)
         try:
             yield
-        except BaseException:
+        finally:
             if not (run_dir / CONFIG).exists():  # it never began
                 _remove(new_files, new_folders)
-            raise
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Raises InputError where the first file, or the first checkpoint, could not be made: not hours later."""
+    of_this_user = os.access in os.supports_effective_ids
+    for folder in (run_dir, run_dir / "checkpoints"):
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=of_this_user):
+            raise InputError(
+                f"run.dir={run_dir} cannot be written: no permission to make files in {folder}. Allow that, "
+                "or choose another run.dir"
+            )
 
 
 def _dangling(run_dir: Path) -> Optional[str]:
@@ -243,6 +291,18 @@ def _lock(file: Any, run_dir: Path) -> None:
             f"run.dir={run_dir} cannot be locked: {error.strerror}. Choose a run.dir on another disk"
         ) from None
     raise _Taken(f"another process trains in {run_dir} now. Wait for it, or choose another run.dir")
+
+
+def _is_taken(run_dir: Path) -> bool:
+    """Tells whether a process holds the run's lock; for a moment it is asked for, and dropped at once."""
+    try:
+        with open(run_dir / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, or none to be had here: nobody is known to be in it
+        return False
+    return False
 
 
 def _remove(files: list[Path], folders: list[Path]) -> None:

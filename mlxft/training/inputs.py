@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
+
 from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config
 from mlxft.data.batches import BatchOrder, PackedOrder, SampleOrder, order_of, packed_sizes
-from mlxft.data.fingerprint import fingerprint
+from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import is_large, load_first, load_for, mixture_in, stream_for
 from mlxft.data.mixture import Mixture
 from mlxft.data.rows import TokenRows, sizes_of
+from mlxft.models.adapters import settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
@@ -41,14 +44,14 @@ class Rows:
     mixture: Optional[Mixture] = None
     stream: Optional[StreamWindows] = None
 
-    def fingerprints(self) -> dict[str, Optional[str]]:
+    def digests(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
-        train = fingerprint(self.train)
+        train = rows_digest(self.train)
         if self.stream:
             train += " " + ",".join(map(str, self.stream.source_sizes))
         if self.mixture:
             train += " " + ",".join(map(str, self.mixture.counts))
-        return {"train": train, "valid": fingerprint(self.valid) if self.valid else None}
+        return {"train": train, "valid": rows_digest(self.valid) if self.valid else None}
 
 
 def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
@@ -88,6 +91,20 @@ def _stream(config: Config, tokenizer: Any, vocabulary: int) -> StreamWindows:
         *(f"{number:,.0f}" for number in (len(lengths), statistics.median(lengths), max(lengths))),
     )
     return windows
+
+
+def warn_of_positions(sets: Sequence[Sequence[Row]], most: Optional[int]) -> None:
+    """Warns of rows that are longer than the positions the model was made for. most: None if unknown."""
+    if most is None:
+        return
+    lengths = np.concatenate([sizes_of(rows, "num_tokens") for rows in sets])
+    longer = int((lengths > most).sum())
+    if longer:
+        log.warning(
+            "%d of %d rows are longer than the %d positions the model was made for (the longest has %d "
+            "tokens): it has never seen the places beyond. data.max_length=%d cuts them",
+            longer, len(lengths), most, lengths.max(), most,
+        )  # fmt: skip
 
 
 def in_windows(config: Config, loaded: Rows) -> Windows | StreamWindows:
@@ -135,5 +152,6 @@ def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterRepo
     model = load_model(folder, config.model.dtype)
     made = view(model)
     report = apply_adapter(model, config.adapter, config.trainer.seed)
+    settle(model)
     log.info("%s", report)
     return made, report

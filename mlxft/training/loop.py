@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, Optional, Protocol, Sequence
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -16,6 +16,8 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.memory import StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
+from mlxft.training.non_finite import first_non_finite
+from mlxft.training.objectives.common import Row
 from mlxft.training.optimizer import learning_rate
 from mlxft.training.signals import StopRequest
 from mlxft.training.step import Stepper, WindowGradient
@@ -117,6 +119,8 @@ class Loop:
             if window is None:
                 return False
         self._account(window, rate, time.perf_counter() - began)
+        if not window.is_finite:
+            self._guard(window, batches)
         return True
 
     def _account(self, window: WindowGradient, rate: float, seconds: float) -> None:
@@ -147,16 +151,16 @@ class Loop:
             record["skipped"] = progress.skipped
         self.metrics.write(record)
         self.screen.step(record)
-        if not window.is_finite:
-            self._guard(window)
 
-    def _guard(self, window: WindowGradient) -> None:
+    def _guard(self, window: WindowGradient, batches: Sequence[Sequence[Row]]) -> None:
         step = self.progress.step
+        gradient = self.stepper.gradient
         log.warning(
-            "step %d skipped: loss %s, gradient norm %s; the weights are as before",
+            "step %d skipped: loss %s, gradient norm %s; the weights are as before. %s",
             step,
             window.loss,
             window.grad_norm,
+            first_non_finite(gradient.view, gradient.objective, batches, window.gradients),
         )
         if self.progress.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
             return

@@ -2,13 +2,13 @@
 
 A reference's log-probabilities of a row are constants. By default they are computed once before
 training, so that a step costs one forward of the policy, and kept on disk: the same model, adapter and
-rows are never scored twice.
+rows are not scored twice.
 """
 
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +18,21 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from mlxft.backend import backend
 from mlxft.config.schema import Config
-from mlxft.data.example import Pair, Unpaired
-from mlxft.data.fingerprint import fingerprint
-from mlxft.errors import InputError
+from mlxft.data.fingerprint import rows_digest
 from mlxft.models.decoder import DecoderView
 from mlxft.models.decoder import view as checked_view
 from mlxft.models.load import load_model
 from mlxft.models.lora_linear import adapter_disabled
 from mlxft.models.resolve import resolve
+from mlxft.training.reference_files import Digests, is_the_start
 from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")
 
 # Bumped when the values of the same model and rows change.
-_VERSION = 1
+_VERSION = 2
 
 # Enters the reference policy, given the view of the one in training, and gives the view to score with.
 Reference = Callable[[DecoderView], AbstractContextManager[DecoderView]]
@@ -86,56 +86,14 @@ def make(config: Config, view: DecoderView) -> Reference:
     return another_model(checked_view(load_model(resolve(named, key="loss.reference"), config.model.dtype)))
 
 
-def model_folder(config: Config, policy: Path) -> Path:
-    """Returns the folder of the model that is the reference: the policy's, or the one that is named.
-
-    Raises: InputError if there is none of that name.
-    """
-    named = config.loss.reference
-    return policy if named in ("base", "start") else resolve(named, key="loss.reference")
-
-
-def check_vocabulary(rows: Iterable[Pair | Unpaired], size: int) -> None:
-    """Raises InputError for a row with a token that a reference with so many ids has no embedding for."""
-    for row in rows:
-        answers = (row.completion,) if isinstance(row, Unpaired) else (row.chosen, row.rejected)
-        highest = int(max(part.max(initial=0) for part in (row.prompt, *answers)))
-        if highest >= size:
-            raise InputError(
-                f"{row.where}: token {highest} is beyond the vocabulary of loss.reference, which ends at "
-                f"{size - 1}. A reference needs the tokenizer of the model that is trained"
-            )
-
-
-def is_the_start(config: Config) -> bool:
-    """Tells whether the reference is the policy as training begins: asked for, or nothing to switch off."""
-    return config.loss.reference == "start" or (
-        config.loss.reference == "base" and config.adapter.kind == "full"
-    )
-
-
 def with_references(
-    objective, view: DecoderView, rows: Sequence[Any], config: Config, folder: Path
+    objective, view: DecoderView, rows: Sequence[Any], config: Config, digests: Mapping[str, Digests]
 ) -> list[Any]:
     """Returns the rows with their reference log-probabilities, from the disk if they were kept.
 
-    folder: of the model that is the reference. The same model, adapter, rows and settings are scored
-    once, ever.
+    digests: as `digests_of_files`. The same model, adapter, rows and arithmetic are scored once.
     """
-    started = is_the_start(config)
-    started_from = Path(config.adapter.init_from) if started and config.adapter.init_from else None
-    key = _key(
-        _VERSION,
-        folder,
-        started_from,
-        started and (config.adapter, config.trainer.seed),
-        config.model.dtype,
-        config.trainer.objective,
-        objective.arranger,
-        config.data.batch_size,
-        fingerprint(rows),
-    )
-    path = _cache_folder() / f"{key}.npy"
+    path = _cache_folder() / f"{_key(objective, rows, config, digests)}.npy"
     values = _kept(path, len(rows))
     if values is not None:
         log.info("reference log-probabilities of %d rows: as kept in %s", len(rows), path)
@@ -158,15 +116,26 @@ def _score(objective, view: DecoderView, rows: list[Any], batch_size: int) -> np
     return values
 
 
-def _key(*parts: Any) -> str:
-    """Returns a name for what values depend on; the files of a folder count by name, size and time."""
-    digest = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Path):
-            files = sorted(path for path in part.rglob("*") if path.is_file())
-            part = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        digest.update(repr(part).encode() + b"\0")
-    return digest.hexdigest()[:32]
+def _key(objective, rows: list[Any], config: Config, digests: Mapping[str, Digests]) -> str:
+    """Returns a name for what the values depend on, to the last bit.
+
+    What the reference is: the contents of its files, and the adapter that a start without files draws from
+    the seed. What it scores: the rows. How it adds up: a resumed run that lost what was kept has to find
+    the same bits again, and another run that rounds otherwise must not be given them. That is the head,
+    the layout, the rows of a batch, the type and place of the arithmetic, and nothing else: a key that
+    had the loss or the optimiser too would score the same rows again for every beta and learning rate.
+    """
+    started = is_the_start(config)
+    adapter = started and (replace(config.adapter, init_from=None), config.trainer.seed)
+    of_what = (
+        sorted(digests.get("loss.reference", digests["model.path"]).items()),
+        sorted(digests.get("adapter.init_from", {}).items()),
+        adapter,
+        config.trainer.objective,
+        rows_digest(rows),
+    )
+    how = (objective.head, objective.arranger, config.data.batch_size, config.model.dtype, backend())
+    return hashlib.sha256(repr((_VERSION, of_what, how)).encode()).hexdigest()[:32]
 
 
 def _cache_folder() -> Path:

@@ -22,10 +22,12 @@ from omegaconf import MISSING
 from mlxft.config.keys import flatten, keys_of
 from mlxft.config.schema import Config
 from mlxft.errors import InputError
+from mlxft.models.fingerprint import CONFIG
 from mlxft.models.lora import DEFAULT_RANK, AdapterReport
 from mlxft.segmented.build import GradientPlan
 from mlxft.training.checkpoint import ADAPTER, OPTIMIZER, Checkpoint
 from mlxft.training.loop import Progress
+from mlxft.training.reference_files import is_start
 
 log = logging.getLogger("mlxft")
 
@@ -54,7 +56,19 @@ _OF_ROWS = (
     "data.train", "data.split", "data.revision", "data.subset", "data.format", "data.on_bad_row",
     "data.max_length", "data.truncate", "data.train_on", "data.columns",
 )  # fmt: skip
-_OF_ADAPTER = ("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.layers", "adapter.init_from")
+_OF_ADAPTER = tuple(
+    f"adapter.{key}"
+    for key in (
+        "rank",
+        "alpha",
+        "rslora",
+        "targets",
+        "layers",
+        "modules_to_save",
+        "init_from",
+        "init_weights",
+    )
+)
 _JUDGED_LATER = _OF_ROWS + _OF_ADAPTER + ("data.valid",)
 # These say where, whether and how often something is written; training is the same with any of them.
 _WITHOUT_EFFECT = (
@@ -82,7 +96,7 @@ def settings(config: Mapping[str, Any], folder: Path) -> Settings:
     flat = {name: None if key.default == MISSING else key.default for name, key in keys.items()} | given
     for name in _PATHS:
         flat[name] = _located(flat[name], folder)
-    if flat["adapter.kind"] == "lora" and flat["adapter.init_from"] is None:
+    if flat["adapter.kind"] != "full" and flat["adapter.init_from"] is None:
         flat["adapter.rank"] = flat["adapter.rank"] or DEFAULT_RANK
         flat["adapter.alpha"] = flat["adapter.alpha"] or 2 * flat["adapter.rank"]
     return json.loads(json.dumps(flat))  # lists for tuples, as a checkpoint has them
@@ -119,7 +133,8 @@ def identity(
 
 
 def _adapter(report: AdapterReport) -> dict[str, Any]:
-    return {"rank": report.rank, "alpha": report.alpha, "layers": sorted(report.targets)}
+    layers = {"layers": sorted(report.targets), "modules": sorted(report.modules)}
+    return {"rank": report.rank, "alpha": report.alpha} | layers
 
 
 class Continuation:
@@ -157,10 +172,9 @@ class Continuation:
         if fixed:
             self._refuse("was trained with other settings", fixed)
         for key in changed:
-            sets_reference = self._now["loss.reference"] == "start" or self._now["adapter.kind"] == "full"
-            if key == "adapter.init_from" and not sets_reference:
-                log.warning("resuming: adapter.init_from has no effect, the checkpoint has its weights")
-            elif key == "adapter.init_from" or key not in _JUDGED_LATER + _WITHOUT_EFFECT:
+            if key == "adapter.init_from":
+                self._tell_of_init_from()
+            elif key not in _JUDGED_LATER + _WITHOUT_EFFECT:
                 log.warning(
                     "resuming with %s=%s (was %s): the run will differ from one never stopped",
                     key,
@@ -168,29 +182,54 @@ class Continuation:
                     self._before[key],
                 )
 
+    def _tell_of_init_from(self) -> None:
+        """Of a changed name: what it stands for is compared with the files, by `check_weights`."""
+        if not self._begins_reference():
+            log.warning("resuming: adapter.init_from has no effect, the checkpoint has its weights")
+        elif not self._knows_files("adapter.init_from"):
+            log.warning("resuming with another adapter.init_from: another reference, if it is not a copy")
+
+    def _begins_reference(self) -> bool:
+        """Tells whether the reference is, and was, what training began with."""
+        keys = ("trainer.objective", "loss.reference", "adapter.kind")
+        return all(is_start(*(settings[key] for key in keys)) for settings in (self._now, self._before))
+
+    def _knows_files(self, key: str) -> bool:
+        """Tells whether the checkpoint says what the key's files were; an earlier version's does not."""
+        known = self.checkpoint.state.get("weights", {})
+        return key in known or (bool(known) and self._before[key] is None)
+
     def _is_plain_rank(self, key: str) -> bool:
         known = self._now[key] is not None and self._before[key] is not None
         return key in ("adapter.rank", "adapter.alpha") and known
 
     def check_weights(self, weights: Weights) -> None:
-        """Compares the files of the base model, and of the reference where that is a model of its own."""
-        before = self.checkpoint.state.get("weights", {})  # an earlier version's says nothing of them
-        for key in before.keys() & weights.keys():
-            names = sorted({name for name, _ in before[key].items() ^ weights[key].items()})
-            if not names or self._now[key] != self._before[key]:
-                continue
-            what = f"{key}={self._now[key]} has other weights now ({', '.join(names[:4])})"
-            if key != "model.path":
-                log.warning("resuming: %s; the run will differ from one never stopped", what)
-                continue
-            folder = self.checkpoint.folder
-            raise InputError(
-                f"{folder} was trained on a model that has changed since: {what}. Put them back, or start a "
-                f"new run from what it had learnt with adapter.init_from={folder}"
-            )
+        """Compares the files of the base model, and of what the reference is made of."""
+        before = self.checkpoint.state.get("weights", {})
+        for key in ("model.path", "loss.reference"):
+            if self._now[key] == self._before[key] and key in before and key in weights:
+                names = _differing(before[key], weights[key])
+                what = f"{key}={self._now[key]} has other files now ({names})"
+                if names and key == "loss.reference":
+                    log.warning("resuming: %s; the run will differ from one never stopped", what)
+                elif names:
+                    self._refuse_files(f"was trained on a model that has changed since: {what}")
+        key = "adapter.init_from"
+        if self._begins_reference() and self._knows_files(key):
+            names = _differing(before.get(key, {}), weights.get(key, {}))
+            if names:
+                what = f"{key}={self._now[key]} (was {self._before[key]}) has other files ({names})"
+                self._refuse_files(f"was trained against a reference that would change: {what}")
+
+    def _refuse_files(self, what: str) -> None:
+        folder = self.checkpoint.folder
+        raise InputError(
+            f"{folder} {what}. Put them back, or start a new run from what it had learnt with "
+            f"adapter.init_from={folder}"
+        )
 
     def check_rows(self, rows: Mapping[str, Optional[str]]) -> None:
-        """Compares fingerprints of the rows: {"train": ..., "valid": ...}."""
+        """Compares digests of the rows: {"train": ..., "valid": ...}."""
         before = self.checkpoint.state["rows"]
         if rows["train"] != before["train"]:
             self._refuse("was trained on rows with other tokens", self._among(_OF_ROWS))
@@ -201,11 +240,12 @@ class Continuation:
 
     def check_adapter(self, report: AdapterReport) -> None:
         """Compares what is trained now with what the checkpoint holds."""
-        before, now = self.checkpoint.state["adapter"], _adapter(report)
+        # An earlier version's says nothing of modules that are trained whole: it had none.
+        before, now = {"modules": []} | self.checkpoint.state["adapter"], _adapter(report)
         same_alpha = before["alpha"] == now["alpha"] or math.isclose(
             before["alpha"] or 0, now["alpha"] or 0, rel_tol=1e-6
         )
-        if not same_alpha or any(before[name] != now[name] for name in ("rank", "layers")):
+        if not same_alpha or any(before[name] != now[name] for name in ("rank", "layers", "modules")):
             self._refuse("holds an adapter of other layers, rank or scale", self._among(_OF_ADAPTER))
 
     def _among(self, keys: Sequence[str]) -> list[str]:
@@ -232,6 +272,13 @@ class Continuation:
         log.info("resumed from step %d (%s)", checkpoint.step, checkpoint.folder)
         known = {field.name for field in fields(Progress)} & checkpoint.state.keys()
         return Progress(**{name: checkpoint.state[name] for name in known})
+
+
+def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Returns the names of the files that are not the same; an earlier version looked at weights only."""
+    unknown = {CONFIG} - before.keys()
+    names = sorted({name for name, _ in before.items() ^ now.items()} - unknown)
+    return ", ".join(names[:4])
 
 
 def _check_names(ours: Any, theirs: Mapping[str, mx.array], folder: Path) -> None:

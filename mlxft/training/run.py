@@ -2,9 +2,9 @@
 
 import logging
 import shutil
+import time
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,8 +17,7 @@ from mlxft.data.batches import PackedOrder
 from mlxft.errors import InputError, MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import save_adapter
-from mlxft.models.fingerprint import fingerprint
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.load import load_tokenizer, num_positions, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
 from mlxft.planning.shape import shape_of
@@ -29,14 +28,15 @@ from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import in_windows, load_rows, load_trained
+from mlxft.training.inputs import in_windows, load_rows, load_trained, warn_of_positions
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
 from mlxft.training.metrics import MetricsFile
 from mlxft.training.objectives.common import Row
-from mlxft.training.reference import check_vocabulary, model_folder, with_references
 from mlxft.training.reference import make as make_reference
+from mlxft.training.reference import with_references
+from mlxft.training.reference_files import check_tokens, digests_of_files, model_folder
 from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
@@ -50,7 +50,7 @@ _SAMPLES = "samples_before.json"
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left. status: "completed" or "early_stopped"."""
+    """What a run left. status: "completed" or "early_stopped", or "dry_run", which leaves nothing."""
 
     run_dir: Path
     adapter: Path
@@ -69,6 +69,8 @@ def train(composed) -> RunResult:
     name = composed.recipe or config.trainer.objective
     with lasting_output(), open_run(name, asdict(config)) as start, _end_in_log():
         run = _Run(config, start)
+        if config.trainer.dry_run:
+            return run.dry_run()
         status = run.train()
         return run.summarise(status)
 
@@ -95,19 +97,19 @@ class _Run:
         self.run_dir = start.run_dir
         folder = resolve(config.model.path, config.model.revision)
         reference_folder = model_folder(config, folder)  # one that is missing is told before anything is read
-        self.weights = {"model.path": fingerprint(folder)}
-        if reference_folder != folder:
-            self.weights["loss.reference"] = fingerprint(reference_folder)
+        self.weights = digests_of_files(config, folder, reference_folder)
         if start.continuation:
             start.continuation.check_weights(self.weights)
         vocabulary = vocabulary_size(folder)
         asks = config.data.format != "tokens" or bool(config.trainer.samples)
         self.tokenizer = load_tokenizer(folder, required=asks)
         self.rows = load_rows(config, self.tokenizer, vocabulary)
+        warn_of_positions((self.rows.train, self.rows.valid), num_positions(folder))
         if reference_folder != folder:
-            check_vocabulary(chain(self.rows.train, self.rows.valid), vocabulary_size(reference_folder))
+            for rows in (self.rows.train, self.rows.valid):
+                check_tokens(rows, self.tokenizer, folder, reference_folder)
         if start.continuation:
-            start.continuation.check_rows(self.rows.fingerprints())
+            start.continuation.check_rows(self.rows.digests())
         self.windows = in_windows(config, self.rows)
         self.total_steps = self.windows.total_steps(config.trainer.max_steps, config.trainer.epochs)
         if start.continuation:
@@ -117,12 +119,7 @@ class _Run:
                 f"{start.continuation.checkpoint.folder} has {start.step} steps done, and the run is to have "
                 f"{self.total_steps}. Give more: trainer.max_steps or trainer.epochs"
             )
-        if config.schedule.warmup_steps >= self.total_steps:
-            raise InputError(
-                f"schedule.warmup_steps={config.schedule.warmup_steps} are not fewer than the run's "
-                f"{self.total_steps} steps: the learning rate would never be optimizer.lr. Give fewer, or "
-                "more trainer.epochs"
-            )
+        optimizer.check_schedule(config.schedule, self.total_steps)
         self.view, self.report = load_trained(config, folder)
         if start.continuation:
             start.continuation.check_adapter(self.report)
@@ -150,6 +147,24 @@ class _Run:
             self._write_adapter(self.run_dir / "adapter")
         return status
 
+    def dry_run(self) -> RunResult:
+        """Takes one optimiser step on the longest batch and says what it took; nothing is left of it."""
+        batch = longest_batch(self.windows)
+        with ExitStack() as files:
+            files.enter_context(memory_kept_to(self.choice.limit_bytes))
+            stepper = self._stepper(files)
+            self.memory.begin(1)
+            began = time.perf_counter()
+            with memory_guard("the longest batch", [batch]):
+                window = stepper.take([batch], 0, self.config.optimizer.lr)
+        seconds, peak = time.perf_counter() - began, self.memory.peak_bytes()
+        log.info(
+            "dry run: the longest batch (%s) took %.1f s, its kernels' compilation included, and a peak of "
+            "%.2f GB; loss %.4f, gradient norm %.4f. Nothing was written",
+            self.choice.wanted, seconds, peak / 1e9, window.loss, window.grad_norm,
+        )  # fmt: skip
+        return RunResult(self.run_dir, self.run_dir / "adapter", "dry_run", 0, window.loss, None)
+
     def _make_objective(self, reference_folder: Path) -> None:
         """Sets the objective, and gives the rows what it needs to know of them before training."""
         config, objective = self.config, self.config.trainer.objective
@@ -158,13 +173,15 @@ class _Run:
             layout = choose_layout(objective, self.rows.train, self.view.layouts)
         asked = config.trainer.gradient
         self.view.require(layout, "whole" if asked == "auto" else asked)
+        if config.trainer.neftune_alpha:
+            self.view.require_noise()
         reference = make_reference(config, self.view) if "reference" in LOSS_KEYS[objective] else None
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
             batches = fixed_batches(self.rows.train, config.data.batch_size)
             with memory_guard("scoring the reference", batches):
                 train, valid = (
-                    with_references(self.objective, self.view, rows, config, reference_folder) if rows else []
+                    with_references(self.objective, self.view, rows, config, self.weights) if rows else []
                     for rows in (self.rows.train, self.rows.valid)
                 )
             self.rows = replace(self.rows, train=train, valid=valid)
@@ -179,6 +196,8 @@ class _Run:
             trainer.clip_norm,
             trainer.seed,
             self.config.adapter.dropout > 0,
+            trainer.neftune_alpha,
+            optimizer.grouping(self.config.optimizer),
         )
         stepper.optimizer.init(self.view.model.trainable_parameters())
         return stepper
@@ -234,22 +253,22 @@ class _Run:
                 with memory_guard("validation", batches):
                     return validate(self.view, self.objective, batches)
 
+        identity = resume.identity(asdict(self.config), self.weights, self.rows.digests(), self.report)
         return Loop(
-            self.config,
-            stepper,
-            self.windows,
-            self.total_steps,
-            metrics,
-            CheckpointStore(self.run_dir, self.config.trainer.keep),
-            screen,
-            stop,
-            self._write_adapter,
-            best,
-            self.memory,
-            check,
-            resume.identity(asdict(self.config), self.weights, self.rows.fingerprints(), self.report)
-            | {"gradient": asdict(self.choice.plan)},
-            self.progress,
+            config=self.config,
+            stepper=stepper,
+            windows=self.windows,
+            total_steps=self.total_steps,
+            metrics=metrics,
+            store=CheckpointStore(self.run_dir, self.config.trainer.keep),
+            screen=screen,
+            stop=stop,
+            write_adapter=self._write_adapter,
+            best=best,
+            memory=self.memory,
+            validate=check,
+            identity=identity | {"gradient": asdict(self.choice.plan)},
+            progress=self.progress,
             saved_step=0 if self.start.is_elsewhere else self.start.step,
         )
 

@@ -18,6 +18,7 @@ def answer_all(model: nn.Module, tokenizer: Any, questions: Sequence[str]) -> li
         return []
     from mlxft.evaluation.generate import answer
 
+    log.info("asking the model what trainer.samples has: %d", len(questions))
     return [
         {"question": question, "answer": answer(model, tokenizer, question, MAX_TOKENS)}
         for question in questions

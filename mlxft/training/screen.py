@@ -135,9 +135,16 @@ def _describe(record: dict[str, Any], left: str) -> str:
     """Returns a step in words, what matters least last: a narrow terminal cuts it off."""
     skipped = "SKIPPED (not finite)  " if "skipped" in record else ""
     return (
-        f"{skipped}loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s  "
+        f"{skipped}loss {record['loss']:.4f}  {_speed(record)}  "
         f"peak {record['peak_bytes'] / 1e9:.2f} GB  {left} left  lr {record['lr']:.2e}"
     )
+
+
+def _speed(record: dict[str, Any]) -> str:
+    """Returns tokens trained on a second, and positions where a long row has few such tokens."""
+    tokens, positions = record["tokens_per_s"], record["positions"] / record["seconds"]
+    speed = f"{tokens:,.0f} tokens/s" if tokens >= 10 else f"{tokens:.1f} tokens/s"
+    return speed if positions < 10 * tokens else f"{speed} of {positions:,.0f} positions/s"
 
 
 def _describe_validation(record: dict[str, Any]) -> str:

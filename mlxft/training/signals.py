@@ -9,6 +9,7 @@ from typing import Optional
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _STOPPING = b"\nstopping: the batch at work is finished and the run saved; a second signal ends it at once\n"
+_ENDED = b"\nended at once: what was done since the last checkpoint is not saved\n"
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -34,6 +35,7 @@ class StopRequest:
             self._receive(signum)
             if not first:
                 _tell(1, _SHOW_CURSOR if os.isatty(1) else b"")
+                _tell(2, _ENDED)
                 os._exit(128 + signum)
             first = False
             _tell(2, _STOPPING)

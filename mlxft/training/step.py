@@ -2,16 +2,18 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Sequence, Union
+from typing import Any, Callable, Optional, Sequence
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-from mlxft.segmented.gradients import Gradient
+from mlxft.layouts.noise import noise_inputs
+from mlxft.segmented.build import AnyGradient
 from mlxft.training.objectives.common import Objective, Row
-from mlxft.training.update import ArrayByArray, EndToEnd, make_update
-from mlxft.training.windows import dropout_key_data
+from mlxft.training.optimizer import Grouping
+from mlxft.training.update import Update, make_update
+from mlxft.training.windows import dropout_key_data, noise_key_data
 
 
 @dataclass
@@ -34,18 +36,20 @@ class WindowGradient:
 class Stepper:
     """Computes and applies optimiser steps.
 
-    should_stop: asked between micro-batches; a window that is left this way has changed nothing and is
-    run again from its start.
+    noise_alpha: of NEFTune, 0 for none. group_of: the groups of arrays, None for one. should_stop: asked
+    between micro-batches; a window that is left this way has changed nothing and is run again from its start.
     """
 
     objective: Objective
-    gradient: Gradient
+    gradient: AnyGradient
     optimizer: optimizers.Optimizer
     clip_norm: float
     seed: int
     has_dropout: bool
+    noise_alpha: float = 0.0
+    group_of: Optional[Grouping] = None
     should_stop: Callable[[], bool] = lambda: False
-    _update: Optional[Union[ArrayByArray, EndToEnd]] = None
+    _update: Optional[Update] = field(default=None, init=False)
 
     def take(
         self, batches: Sequence[Sequence[Row]], step: int, learning_rate: float
@@ -76,11 +80,12 @@ class Stepper:
         mx.eval(updated)
 
     @property
-    def update(self) -> Union[ArrayByArray, EndToEnd]:
+    def update(self) -> Update:
         """What applies gradients; made late, after a resume."""
         if self._update is None:
             params = self.gradient.view.model.trainable_parameters()
-            self._update = make_update(self.optimizer, self.clip_norm, params, self.gradient.compiled)
+            compiled = self.gradient.compiled
+            self._update = make_update(self.optimizer, self.clip_norm, params, compiled, self.group_of)
             self.optimizer = self._update.optimizer  # whose state it may have put into another form
         return self._update
 
@@ -100,7 +105,7 @@ class Stepper:
     def _summed(self, batches: Sequence[Sequence[Row]], step: int) -> Optional["_Sums"]:
         params = self.gradient.view.model.trainable_parameters()
         batches, counts = self.objective.begin(batches, self.gradient.view)
-        total, positions = None, 0
+        total, positions, groups = None, 0, 0
         for micro, batch in enumerate(batches):
             if self.should_stop():
                 return None
@@ -109,6 +114,10 @@ class Stepper:
             inputs = prepared.inputs
             if self.has_dropout:
                 inputs["dropout_key"] = mx.array(dropout_key_data(self.seed, step, micro))
+            if self.noise_alpha:
+                key = noise_key_data(self.seed, step)
+                inputs |= noise_inputs(prepared.arranged, groups, self.noise_alpha, key)
+                groups += len(prepared.arranged.groups)
             part = self.gradient(params, inputs, prepared.layout)
             total = part if total is None else tree_map(mx.add, total, part)
             if micro < len(batches) - 1:

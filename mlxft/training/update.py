@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable
 from copy import copy
 from itertools import accumulate
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxft.training.optimizer import clip, global_norm, state_arrays
+from mlxft.training.optimizer import Group, Grouping, clip, global_norm, state_arrays
 
 # Optimisers that treat each number of an array by itself, whatever array it is in.
 _BY_NUMBER = (
@@ -30,10 +30,19 @@ _FEW_NUMBERS = 2**26  # what is copied for being put end to end is no more than 
 _ALL = "all"
 
 
+Update = Union["ArrayByArray", "EndToEnd", "InGroups"]
+
+
 def make_update(
-    optimizer: optimizers.Optimizer, clip_norm: float, params: Any, compiled: bool
-) -> Union["ArrayByArray", "EndToEnd"]:
+    optimizer: optimizers.Optimizer,
+    clip_norm: float,
+    params: Any,
+    compiled: bool,
+    group_of: Optional[Grouping] = None,
+) -> Update:
     """Returns the update of the trainable arrays `params`, a tree; optimizer: with its state as it is now."""
+    if group_of is not None:
+        return InGroups(optimizer, clip_norm, params, compiled, group_of)
     arrays = [array for _, array in tree_flatten(params)]
     few = sum(array.size for array in arrays) <= _FEW_NUMBERS and len({array.dtype for array in arrays}) == 1
     if compiled and few and isinstance(optimizer, _BY_NUMBER):
@@ -115,6 +124,72 @@ class EndToEnd:
             cut = zip(self.names, self._cut(together), strict=True)
             shared |= {f"{name}.{kind}": part for name, part in cut}
         return shared
+
+
+class InGroups:
+    """Each group of arrays by an update of its own, clipped by the norm of all.
+
+    The state has the names that one update of all arrays would give it.
+    """
+
+    def __init__(
+        self,
+        optimizer: optimizers.Optimizer,
+        clip_norm: float,
+        params: Any,
+        compiled: bool,
+        group_of: Grouping,
+    ):
+        self.optimizer = optimizer
+        groups: dict[Group, dict[str, mx.array]] = {}
+        for name, array in tree_flatten(params):
+            groups.setdefault(group_of(name, array), {})[name] = array
+        self._names = [list(arrays) for arrays in groups.values()]
+        self._rates = [group.rate for group in groups]
+        self._updates = [
+            make_update(_of_group(optimizer, group, arrays), clip_norm, arrays, compiled)
+            for group, arrays in groups.items()
+        ]
+
+    def gathered(self, gradients: Any) -> tuple[list[Any], mx.array]:
+        """Returns each group's gradients as its update takes them, and the norm of all."""
+        parts = zip(self._updates, self._split(gradients), strict=True)
+        gathered, norms = zip(*(update.gathered(part) for update, part in parts), strict=True)
+        return list(gathered), mx.sqrt(mx.square(mx.stack(norms)).sum())
+
+    def __call__(
+        self, params: Any, gradients: list[Any], loss: mx.array, norm: mx.array, rate: float
+    ) -> Any:
+        self.optimizer.learning_rate = rate
+        after: dict[str, mx.array] = {}
+        parts = zip(self._updates, self._split(params), gradients, self._rates, strict=True)
+        for update, part, own, ratio in parts:
+            after |= update(part, own, loss, norm, rate * ratio)
+        return tree_unflatten(list(after.items()))
+
+    def state(self) -> dict[str, mx.array]:
+        """Returns the optimiser's state by name, as if there were no groups."""
+        own = {name: array for update in self._updates for name, array in update.state().items()}
+        return own | {"learning_rate": self.optimizer.learning_rate}
+
+    def _split(self, tree: Any) -> list[dict[str, mx.array]]:
+        arrays = dict(tree_flatten(tree))
+        return [{name: arrays[name] for name in names} for names in self._names]
+
+
+def _of_group(optimizer: optimizers.Optimizer, group: Group, arrays: dict) -> optimizers.Optimizer:
+    """Returns a copy of the optimiser with the state of these arrays, kept under their whole names."""
+    own = copy(optimizer)
+    if not group.decays:
+        own.weight_decay = 0.0
+    state = state_arrays(optimizer)
+    own.state = {key: mx.array(array) for key, array in state.items() if "." not in key}
+    for name in arrays:
+        first = f"{name}."
+        own.state[name] = {
+            key.removeprefix(first): array for key, array in state.items() if key.startswith(first)
+        }
+    return own
 
 
 def _end_to_end(arrays: list[mx.array]) -> mx.array:

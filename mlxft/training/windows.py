@@ -9,7 +9,8 @@ import numpy as np
 from mlxft.data.batches import BatchOrder
 from mlxft.training.objectives.common import Row
 
-_DROPOUT_STREAM = 2  # tells dropout's random numbers from those of the row order
+# These tell dropout's and the noise's random numbers from those of the row order.
+_DROPOUT_STREAM, _NOISE_STREAM = 2, 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Windows:
     def total_steps(self, max_steps: Optional[int], epochs: float) -> int:
         """Returns the number of optimiser steps of a run: `max_steps`, else those of `epochs`."""
         return max_steps if max_steps is not None else max(1, math.ceil(round(epochs * self._per_epoch, 6)))
+
+
+def noise_key_data(seed: int, step: int) -> np.ndarray:
+    """Returns the random key (2,) uint32 of the noise on a step's embeddings, for all its micro-batches."""
+    return np.random.SeedSequence([seed, _NOISE_STREAM, step]).generate_state(2, np.uint32)
 
 
 def dropout_key_data(seed: int, step: int, micro: int) -> np.ndarray:

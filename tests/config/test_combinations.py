@@ -58,6 +58,53 @@ def made(rows, **settings):
         ),
         ({"head__kind": "full", "head__chunk": 64}, "head.chunk", "head.kind=full"),
         ({"schedule__name": "constant", "schedule__final_ratio": 0.1}, "schedule.final_ratio", "constant"),
+        ({"schedule__decay_share": 0.2}, "schedule.decay_share", "schedule.name=wsd, not cosine"),
+        (
+            {
+                "schedule__name": "wsd",
+                "schedule__warmup_steps": 7,
+                "schedule__decay_share": 0.4,
+                "trainer__max_steps": 10,
+            },
+            "schedule.warmup_steps",
+            "7 steps, and 4 to fall in, are more than 10",
+        ),
+        ({"adapter__kind": "full", "adapter__rslora": True}, "adapter.rslora", "adapter.kind=full"),
+        (
+            {"adapter__kind": "full", "adapter__modules_to_save": ["norm"]},
+            "adapter.modules_to_save",
+            "adapter.kind=full",
+        ),
+        ({"adapter__rslora": True, "adapter__init_from": "owner/a"}, "adapter.rslora", "taken over as it is"),
+        (
+            {"adapter__kind": "dora", "adapter__targets": ["q_proj", "model.embed_tokens"]},
+            "adapter.targets",
+            "DoRA is of linear layers only, not of model.embed_tokens",
+        ),
+        ({"adapter__init_weights": [1.0]}, "adapter.init_weights", "there is nothing to weigh"),
+        (
+            {"adapter__init_from": ["a", "b"], "adapter__init_weights": [1.0]},
+            "adapter.init_weights",
+            "1 weights for the 2 in adapter.init_from",
+        ),
+        ({"adapter__init_from": ["a", "b"], "adapter__kind": "dora"}, "adapter.init_from", "only LoRA"),
+        ({"adapter__init_from": ["a", "b"], "adapter__kind": "full"}, "adapter.init_from", "only LoRA"),
+        (
+            {"adapter__kind": "full", "optimizer__lora_plus_ratio": 8},
+            "optimizer.lora_plus_ratio",
+            "has no B to give another rate",
+        ),
+        ({"optimizer__decay_vectors": False}, "optimizer.decay_vectors", "only matrices are trained"),
+        (
+            {"adapter__kind": "full", "optimizer__decay_vectors": False, "optimizer__weight_decay": 0},
+            "optimizer.decay_vectors",
+            "nothing decays",
+        ),
+        (
+            {"adapter__kind": "full", "optimizer__decay_vectors": False, "optimizer__name": "adam"},
+            "optimizer.decay_vectors",
+            "nothing decays",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(rows, settings, key, words):
@@ -72,6 +119,22 @@ def test_settings_that_exclude_each_other_are_refused(rows, settings, key, words
 def test_the_defaults_of_settings_that_an_optimizer_lacks_are_no_error(rows, name):
     assert made(rows, optimizer__name=name).optimizer.name == name
     assert made(rows, optimizer__name=name, optimizer__weight_decay=0).optimizer.weight_decay == 0
+
+
+@pytest.mark.parametrize("settings", [{"kind": "full"}, {"kind": "dora"}, {"modules_to_save": ["norm"]}])
+def test_vectors_are_kept_from_decaying_where_any_are_trained(rows, settings):
+    given = {f"adapter__{name}": value for name, value in settings.items()}
+    assert not made(rows, optimizer__decay_vectors=False, **given).optimizer.decay_vectors
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_adapters_are_weighed_by_the_commands_that_use_them(rows, command):
+    more = ["data.valid=rows.jsonl"] if command == "eval" else ["prompt=hi"]
+    given = ["model.path=owner/name", *more, "adapter.init_from=[a,b]"]
+    composed = compose([*given, "adapter.init_weights=[0.5,2]"], command=command)
+    assert composed.config.adapter.init_weights == [0.5, 2.0]
+    with pytest.raises(InputError, match="adapter.init_weights: 3 weights for the 2"):
+        compose([*given, "adapter.init_weights=[1,1,1]"], command=command)
 
 
 def test_full_training_with_untouched_adapter_settings_is_no_error(rows):

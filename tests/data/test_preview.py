@@ -89,6 +89,16 @@ def test_a_conversation_is_shown_whole_with_its_answers_in_marks_and_no_weights_
     )
 
 
+def test_a_model_without_weights_is_enough(folder, preview):
+    weights = folder / "model" / "model.safetensors"
+    there = weights.read_bytes()
+    weights.unlink()
+    try:
+        assert "Yo." in preview("chats.jsonl")
+    finally:
+        weights.write_bytes(there)
+
+
 def test_answers_of_a_pair_stand_side_by_side_below_their_prompt(preview):
     shown = preview("pairs.jsonl", "trainer=dpo")
     assert shown.count("Is it open?") == 1

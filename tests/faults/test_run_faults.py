@@ -93,9 +93,10 @@ def test_a_model_that_cannot_be_read_is_said_and_leaves_no_folder(damage, words,
         ("x" * 300, "cannot be written: File name too long"),
     ],
 )
-def test_a_run_folder_that_cannot_be_made_is_said(run_dir, words, model, rows, here, refused):
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_run_folder_that_cannot_be_made_is_said(run_dir, words, resume, model, rows, here, refused):
     (here / "file").write_text("kept")
-    said = refused(*settings(model, rows, f"run.dir={run_dir}"))
+    said = refused(*settings(model, rows, f"run.dir={run_dir}", f"trainer.resume={resume}"))
     assert "run.dir=" in said and words in said
     assert (here / "file").read_text() == "kept"
 
@@ -181,6 +182,7 @@ def test_three_bad_steps_in_a_row_stop_with_3_and_leave_weights_and_checkpoints(
         code=3,
     )
     assert "the gradients of steps 1 to 3 were not finite" in said and "are intact" in said
+    assert f"come out of layer {name.split('.')[2]} of 2 (counted from 0)" in said
     lines = metrics(here / "run")
     assert [(line["step"], line["loss"], line["grad_norm"], line["skipped"]) for line in lines] == [
         (step, None, None, step) for step in (1, 2, 3)
@@ -208,6 +210,8 @@ def test_a_bad_step_in_the_middle_is_skipped_and_training_goes_on(model, here):
     assert same(one, two) and not same(two, three)
     assert all(mx.isfinite(array).all() for array in arrays(result.adapter).values())
     assert json.loads((here / "run" / "summary.json").read_text())["skipped_steps"] == 1
+    said = f"In the forward of {data}:2 the first values that are not finite come out of the embedding"
+    assert said in (here / "run" / "train.log").read_text()
 
 
 def test_weights_that_are_not_finite_are_not_saved(model, rows, here, refused):

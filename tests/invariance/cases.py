@@ -6,6 +6,7 @@
 A value that is added to the configuration's choices, or to the tiny models, is in the cases by itself.
 """
 
+import json
 from collections.abc import Hashable
 from functools import lru_cache
 from itertools import product
@@ -72,14 +73,29 @@ def _one_key(key: str, values: tuple, **more: Settings) -> dict[str, Settings]:
 
 
 def _adapters() -> dict[str, Settings]:
-    """Returns every kind of adapter, on all layers and, those that can be, on the last ones only."""
+    """Returns every kind of adapter, on all layers and, those that can be, on the last ones only.
+
+    Also LoRA on experts and the embedding, which may be the head, and norms trained whole beside LoRA.
+    """
     found = _one_key("adapter.kind", ADAPTERS)
     for kind, settings in list(found.items()):
         last = settings | {"adapter.layers": "last 2"}
         if not any(training_contradictions(_DEFAULTS | last, _KEYS)):
             found[f"{kind} on the last layers"] = last
+    found["lora on everything"] = {"adapter.targets": ["*", EMBEDDING]}
+    found["lora and whole norms"] = {"adapter.modules_to_save": [NORMS]}
+    found["lora and a whole embedding"] = {"adapter.modules_to_save": [EMBEDDING]}
     return found
 
+
+# What most families call these modules, and what others do.
+EMBEDDING, NORMS = "embed_tokens", "*norm"
+_CALLED = {
+    "gpt2": {EMBEDDING: "wte", NORMS: "ln_*"},
+    "gpt_bigcode": {EMBEDDING: "wte", NORMS: "ln_*"},
+    "nemotron_h": {EMBEDDING: "embeddings"},
+    "qwen": {EMBEDDING: "wte", NORMS: "ln_*"},
+}
 
 # The axes that are settings of a run, and the settings of each value.
 _SETTINGS: dict[str, dict[str, Settings]] = {
@@ -88,6 +104,7 @@ _SETTINGS: dict[str, dict[str, Settings]] = {
     "layout": _one_key("trainer.layout", LAYOUTS),
     "adapter": _adapters(),
     "dropout": {"no dropout": {}, "dropout": {"adapter.dropout": 0.3}},
+    "noise": {"no noise": {}, "noise": {"trainer.neftune_alpha": 5.0}},
     "own loss": {"plain": {}, "with its own loss": {"loss.nll_weight": 0.5}},
     "head": _one_key("head.kind", HEADS, chunked={"head.chunk": _CHUNK}),
     "batch": {"one row": {"data.batch_size": 1}, "rows": {"data.batch_size": 3}},
@@ -108,7 +125,12 @@ AXES = {axis: AXES[axis] for axis in (*MAIN_AXES, *AXES)}  # those that refuse m
 def settings(case: Case) -> Settings:
     """Returns the settings of a run that a case, or a part of one, says."""
     said = [values[case[axis]] for axis, values in _SETTINGS.items() if axis in case]
-    return {key: value for each in said for key, value in each.items()}
+    given = {key: value for each in said for key, value in each.items()}
+    called = _CALLED.get(case.get("family"), {})
+    for key in ("adapter.targets", "adapter.modules_to_save"):
+        if key in given:
+            given[key] = [called.get(name, name) for name in given[key]]
+    return given
 
 
 def window_size(case: Case) -> int | None:
@@ -128,12 +150,14 @@ def refused(part: Case) -> bool:
     if "family" in part and _refused_by_family(part):
         return True
     known = {"objective", "gradient"} <= part.keys()  # which other settings belong to
-    return known and _contradictory(tuple(settings(part).items()))
+    return known and _contradictory(json.dumps(settings(part)))
 
 
 def _refused_by_family(part: Case) -> bool:
     family = part["family"]
     if "window" in part and (part["window"] != NO_WINDOW) != has_windows(family):
+        return True
+    if part.get("noise") == "noise" and not VIEWS.get(family, DecoderView).in_parts:
         return True
     return not trains(family, part.get("layout", "padded"), part.get("gradient", "whole"))
 
@@ -152,8 +176,8 @@ def has_windows(family: str) -> bool:
 
 
 @lru_cache(maxsize=None)
-def _contradictory(given: tuple[tuple[str, Any], ...]) -> bool:
-    return any(training_contradictions(_DEFAULTS | dict(given), _KEYS))
+def _contradictory(given: str) -> bool:
+    return any(training_contradictions(_DEFAULTS | json.loads(given), _KEYS))
 
 
 def cover() -> list[Case]:

@@ -98,6 +98,8 @@ def test_what_the_cover_leaves_out_is_what_the_code_refuses():
             gradient = part.get("gradient", "segmented" if part.keys() & WHOLE.keys() else "whole")
             with pytest.raises(InputError, match=f"'{part['family']}'"):
                 made.require(part.get("layout", "padded"), gradient)
+                if part.get("noise") == "noise":
+                    made.require_noise()
         else:
             with pytest.raises(InputError):
                 configured(part)
@@ -167,7 +169,7 @@ def is_added_up(array: str, family: str) -> bool:
 
     Gemma 4 reads its embedding as the head, before layer 0 and for every layer's own inputs.
     """
-    return family.startswith("gemma4") and array.endswith("embed_tokens.weight")
+    return family.startswith("gemma4") and ".embed_tokens." in array
 
 
 def run(case: Case, batches: list[list[Any]]) -> WindowGradient:
@@ -178,7 +180,8 @@ def run(case: Case, batches: list[list[Any]]) -> WindowGradient:
     objective = objectives.build(config, Arranger(config.trainer.layout, case["multiple"]), reference)
     gradient = build(made, objective, plan(config))
     dropout = config.adapter.dropout > 0
-    stepper = Stepper(objective, gradient, optimizers.SGD(0.1), clip_norm=0.0, seed=1, has_dropout=dropout)
+    noise = config.trainer.neftune_alpha
+    stepper = Stepper(objective, gradient, optimizers.SGD(0.1), 0.0, 1, dropout, noise)
     with made.window_lowered(window_size(case)):
         return stepper.window(batches, step=0)
 
@@ -201,6 +204,7 @@ def trained(family: str, adapter: str) -> tuple[DecoderView, Reference]:
     model = random_model(model_config(family))
     made = view(model)
     part = {"objective": "dpo sigmoid", "gradient": "whole", "adapter": adapter, "dropout": "dropout"}
+    part["family"] = family
     if refused(part):
         part["dropout"] = "no dropout"
     config = configured(part)

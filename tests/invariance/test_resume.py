@@ -42,9 +42,9 @@ def setting(tmp_path_factory):
     return root, model, data, more
 
 
-def arrays_of(run_dir) -> dict[str, np.ndarray]:
-    """The weights and the optimiser's state after the last step."""
-    last = run_dir / "checkpoints" / f"step-{STEPS:06d}"
+def arrays_of(run_dir, step: int) -> dict[str, np.ndarray]:
+    """The weights and the optimiser's state after a step."""
+    last = run_dir / "checkpoints" / f"step-{step:06d}"
     return {
         f"{file} {name}": np.array(array)
         for file in ("adapters", "optimizer")
@@ -52,10 +52,10 @@ def arrays_of(run_dir) -> dict[str, np.ndarray]:
     }
 
 
-def assert_same_run(one, other):
+def assert_same_run(one, other, last: int = STEPS):
     assert metrics(one) == metrics(other)
-    for name, array in arrays_of(one).items():
-        assert np.array_equal(array, arrays_of(other)[name]), name
+    for name, array in arrays_of(one, last).items():
+        assert np.array_equal(array, arrays_of(other, last)[name]), name
     for folder in ("adapter", "best"):
         ours, theirs = ((run / folder / "adapters.safetensors").read_bytes() for run in (one, other))
         assert ours == theirs, folder
@@ -107,6 +107,33 @@ def test_validation_does_not_change_training(setting, tmp_path):
     root, model, data, _ = setting
     train(model, data, tmp_path / "unwatched", *(s for s in SETTINGS if "eval_every" not in s))
     assert metrics(tmp_path / "unwatched") == metrics(root / "straight", "train")
+
+
+EVERYTHING = [
+    "adapter.kind=dora",
+    "adapter.modules_to_save=[norm,embed_tokens]",
+    "adapter.rslora=true",
+    "optimizer.lora_plus_ratio=4",
+    "optimizer.decay_vectors=false",
+    "trainer.neftune_alpha=5",
+    "schedule=wsd",
+    "schedule.decay_share=0.5",
+    "trainer.max_steps=5",
+]
+
+
+@pytest.mark.parametrize("gradient", ["whole", "segmented"])
+def test_lengths_whole_modules_groups_and_noise_resume_to_the_bit_too(setting, gradient, tmp_path):
+    _, model, data, more = setting
+    more = [*more, *EVERYTHING, f"trainer={gradient}"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(model, data, straight, *more)
+    shutil.copytree(straight, stopped, symlinks=True)
+    shutil.rmtree(stopped / "adapter")
+    for later in (3, 4, 5):
+        shutil.rmtree(stopped / "checkpoints" / f"step-{later:06d}")
+    train(model, data, stopped, *more, "trainer.resume=auto")
+    assert_same_run(straight, stopped, last=5)
 
 
 def test_each_epoch_sees_every_row_once(setting):

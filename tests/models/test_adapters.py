@@ -197,7 +197,7 @@ def test_uneven_ranks_and_scales_are_trained_as_they_are_saved(peft, tmp_path):
 
 
 @pytest.mark.parametrize("setting", [
-    {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"layer_replication": [[0, 2]]},
+    {"bias": "all"}, {"layer_replication": [[0, 2]]},
     {"trainable_token_indices": [1]}, {"peft_type": "IA3"}, {"init_lora_weights": "pissa_niter_4"}])
 def test_what_peft_can_do_and_this_cannot_is_refused_by_name(peft, setting):
     edit_config(peft, **setting)
@@ -293,7 +293,8 @@ def test_a_full_adapter_of_another_model_is_refused_by_name(folder, tmp_path):
     (lambda f: (f / "adapter_config.json").unlink(), "has adapters.safetensors but no adapter_config.json"),
     (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json:1: not valid JSON"),
     (lambda f: edit_config(f, lora_parameters={"rank": 2}), "adapter_config.json: scale is None, expected"),
-    (lambda f: edit_config(f, fine_tune_type="dora"), "fine_tune_type 'dora' is not supported"),
+    (lambda f: edit_config(f, fine_tune_type="vera"), "fine_tune_type 'vera' is not supported"),
+    (lambda f: edit_config(f, fine_tune_type="dora"), "missing tensors: model.layers.0.self_attn.q_proj.m"),
     (lambda f: (f / "adapters.safetensors").write_bytes((f / "adapters.safetensors").read_bytes()[:-9]),
      "adapters.safetensors was cut short"),
 ])

@@ -68,6 +68,23 @@ def test_by_default_the_rank_is_8_and_the_scale_2(model):
     assert model.layers[0].self_attn.q_proj.scale == 2.0
 
 
+def test_rank_stabilised_updates_are_scaled_by_the_root_of_the_rank(model):
+    report = apply_adapter(model, AdapterConfig(rank=4, alpha=6.0, rslora=True))
+    assert model.layers[0].self_attn.q_proj.scale == 3.0  # 6 / sqrt(4)
+    assert "rsLoRA of rank 4, scale 3 on 28 layers" in str(report)
+
+
+def test_a_fresh_dora_adapter_changes_nothing_and_trains_lengths_too(folder, model):
+    expected = load_model(folder)(TOKENS)
+    report = apply_adapter(model, AdapterConfig(kind="dora", rank=4))
+    assert mx.allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    lora = apply_adapter(load_model(folder), AdapterConfig(rank=4))
+    lengths = 4 * (64 + 2 * 32 + 64 + 2 * 96 + 64)  # outputs of q, k and v, o, gate and up, down
+    assert report.num_trainable == lora.num_trainable + lengths
+    assert report.num_total == lora.num_total + lengths
+    assert "DoRA of rank 4, alpha 8 on 28 layers" in str(report)
+
+
 def test_a_layers_start_does_not_depend_on_the_other_targets_or_the_global_generator(folder):
     starts = []
     for targets, number in ((["q_proj"], 1), (None, 2)):
@@ -107,7 +124,7 @@ def test_settings_of_lora_are_refused_in_full_training(model, setting):
 @pytest.mark.parametrize("setting, message", [
     ({"rank": 0}, "adapter.rank=0"), ({"alpha": 0.0}, "adapter.alpha=0.0"),
     ({"dropout": 1.0}, "adapter.dropout=1.0"),
-    ({"kind": "dora"}, "adapter.kind='dora'"), ({"targets": []}, "adapter.targets is an empty list")])
+    ({"kind": "vera"}, "adapter.kind='vera'"), ({"targets": []}, "adapter.targets is an empty list")])
 def test_settings_that_would_train_nothing_are_refused(model, setting, message):
     with pytest.raises(InputError, match=message):
         apply_adapter(model, AdapterConfig(**setting))

@@ -192,7 +192,7 @@ def test_dropout_keeps_the_expected_share_and_the_expected_value():
     layer = make_layer(dropout=0.25)
     x = mx.ones((200, 64))
     with dropout_keys(mx.random.key(0)):
-        kept = layer._kept(x).astype(mx.float32).mean().item()
+        kept = layer.kept(x).astype(mx.float32).mean().item()
         layer.linear.weight, layer.lora_a = mx.zeros((32, 64)), mx.ones((64, 4)) / 64
         update = layer(x) @ mx.linalg.pinv(layer.scale * layer.lora_b, stream=mx.cpu)
     assert abs(kept - 0.75) < 4 * (0.25 * 0.75 / 12800) ** 0.5  # four standard errors
@@ -259,7 +259,7 @@ def test_a_vjp_walked_later_sees_the_mask_of_its_own_key():
     with dropout_keys(key):
         outputs, [grad] = mx.vjp(run, [a], [cotangent])
     with dropout_keys(key):
-        dropped = mx.where(layer._kept(x).reshape(x.shape), x / 0.7, 0)
+        dropped = mx.where(layer.kept(x), x / 0.7, 0)
     expected = 2.0 * mx.einsum("bti,btr->ir", dropped, cotangent @ layer.lora_b.T)
     assert mx.allclose(grad, expected, rtol=1e-5, atol=1e-4)
 
@@ -293,11 +293,11 @@ def test_disabling_restores_each_layers_own_scale_also_after_an_error():
 
 
 def test_the_start_depends_on_seed_and_path_only():
-    a = initial_a(0, "model.layers.0.q_proj", 64, 8)
+    a = initial_a(0, "model.layers.0.q_proj", 64, (64, 8))
     mx.random.uniform(shape=(100,))
-    assert mx.array_equal(a, initial_a(0, "model.layers.0.q_proj", 64, 8))
-    assert not mx.array_equal(a, initial_a(1, "model.layers.0.q_proj", 64, 8))
-    assert not mx.array_equal(a, initial_a(0, "model.layers.1.q_proj", 64, 8))
+    assert mx.array_equal(a, initial_a(0, "model.layers.0.q_proj", 64, (64, 8)))
+    assert not mx.array_equal(a, initial_a(1, "model.layers.0.q_proj", 64, (64, 8)))
+    assert not mx.array_equal(a, initial_a(0, "model.layers.1.q_proj", 64, (64, 8)))
     assert a.shape == (64, 8) and a.dtype == mx.float32
     assert 0.11 < mx.abs(a).max().item() <= 0.125  # uniform within 1 / sqrt(64)
     assert abs(a.std().item() - 0.125 / 3 ** 0.5) < 0.005

@@ -16,6 +16,8 @@ import pytest
 
 from mlxft.errors import InputError
 from mlxft.models.resolve import resolve
+from tests.command import environment, mlxft
+from tests.runs import write_rows
 from tests.tiny_models import make_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -157,8 +159,16 @@ def fake_hub(folder):
         server.server_close()
 
 
-def resolve_elsewhere(tmp_path, endpoint, path, revision=None, **environment):
-    """Returns (folder or error, log, seconds) of `resolve` in a process that knows only `endpoint`."""
+def elsewhere(tmp_path, endpoint, **variables):
+    """Returns the variables of a process that knows only `endpoint`."""
+    inherited = {name: value for name, value in environment().items() if not name.lower().endswith("_proxy")}
+    return {**inherited, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
+            "XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "",
+            **variables}
+
+
+def resolve_elsewhere(tmp_path, endpoint, path, revision=None, **variables):
+    """Returns (folder or error, log, seconds) of `resolve` in such a process."""
     code = ("import logging, sys, time; logging.basicConfig(format='%(message)s')\n"
             "from mlxft.errors import InputError; from mlxft.models.resolve import resolve\n"
             "logging.getLogger('mlxft').setLevel('INFO')\n"
@@ -166,12 +176,9 @@ def resolve_elsewhere(tmp_path, endpoint, path, revision=None, **environment):
             "try: print(resolve(*sys.argv[1:]))\n"
             "except InputError as error: print(error)\n"
             "print(time.monotonic() - began)")
-    inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    env = {**inherited, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
-           "XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "",
-           **environment}
     done = subprocess.run([sys.executable, "-c", code, path, *([revision] if revision else [])],
-                          env=env, capture_output=True, text=True, check=True)
+                          env=elsewhere(tmp_path, endpoint, **variables),
+                          capture_output=True, text=True, check=True)
     *text, seconds = done.stdout.splitlines()
     return "\n".join(text), done.stderr, float(seconds)
 
@@ -199,6 +206,25 @@ def test_a_model_is_fetched_from_the_hub_and_found_in_its_cache_when_the_hub_is_
     assert f"the hub ({closed}) cannot be reached" in log and "the copy in the hub's cache is used" in log
     offline, log, _ = resolve_elsewhere(tmp_path, closed, "owner/name", HF_HUB_OFFLINE="1")
     assert offline == found and "the hub was not asked (HF_HUB_OFFLINE is set)" in log
+
+
+def test_a_preview_fetches_no_weights_and_what_it_fetched_counts_as_no_model(tmp_path, closed):
+    folder = make_model(tmp_path / "model", "llama")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "Hello."}])
+    asked = ["model.path=owner/name", f"data.train={rows}"]
+    with fake_hub(folder) as (endpoint, fetched):
+        shown = mlxft("preview", *asked, env=elsewhere(tmp_path, endpoint))
+        assert shown.returncode == 0 and "H⟦ello.<|im_end|>⟧" in shown.stdout
+        assert "tokenizer.json" in fetched and "model.safetensors" not in fetched
+        planned = mlxft("plan", *asked, env=elsewhere(tmp_path, endpoint))
+        assert "owner/name is not on this machine, and a plan fetches nothing" in planned.stderr
+    assert mlxft("preview", *asked, env=elsewhere(tmp_path, closed)).stdout == shown.stdout
+    text, _, _ = resolve_elsewhere(tmp_path, closed, "owner/name")
+    assert "the hub's cache has no complete copy of owner/name" in text
+    with fake_hub(folder) as (endpoint, fetched):
+        found, _, _ = resolve_elsewhere(tmp_path, endpoint, "owner/name")
+        assert fetched == ["model.safetensors"] * 2  # asked what it is, then for it
+        assert (Path(found) / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("path, revision, message", [

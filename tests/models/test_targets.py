@@ -55,7 +55,7 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is(model):
         select(model, ["q_proj", "q_porj"], "last 2")
     text = str(error.value)
     assert "adapter.targets: 'q_porj' matches no linear layer of blocks 2 to 3" in text
-    assert text.endswith(f"There are: {', '.join(NAMES)}, lm_head")
+    assert text.endswith(f"There are: {', '.join(NAMES)}, lm_head, model.embed_tokens")
 
 
 def test_a_tied_head_is_no_target():

@@ -10,18 +10,21 @@ from tests.tiny_models import make_model
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
     """The folder of calibrations."""
     folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
     """Attention in blocks from 91 positions on with four heads: what long rows do, in short ones."""
-    monkeypatch.setitem(attention._SCORES_BYTES, "cpu", 2**17)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention._SCORES_BYTES, "cpu", 2**17)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +37,19 @@ def model(tmp_path_factory):
 def windowed(tmp_path_factory):
     """The folder of a gemma3 of six layers, three of which see 8 positions only."""
     return make_model(tmp_path_factory.mktemp("model") / "model", "gemma3_text", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="session")
+def windowed_wide(tmp_path_factory):
+    """The same, of which they see 64."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    return make_model(folder, "gemma3_text", num_hidden_layers=6, sliding_window=64)
+
+
+@pytest.fixture(scope="session")
+def not_probed(tmp_path_factory):
+    """The folder of a model that no layer of is tried, for tests that only count rows."""
+    return make_model(tmp_path_factory.mktemp("model") / "model", "gemma2")
 
 
 @pytest.fixture(scope="session")

@@ -8,20 +8,27 @@ import pytest
 
 from mlxft.config import compose
 from mlxft.planning.command import survey
+from mlxft.segmented import segments
 from tests.runs import train, write_token_rows
+from tests.tiny_models import make_model
 
 PLANS = {
     "whole": ["trainer.gradient=whole"],
     "checkpoint": ["trainer=checkpoint"],
     "segmented": ["trainer=segmented", "trainer.segment_layers=1"],
     "segmented of 2": ["trainer=segmented", "trainer.segment_layers=2"],
+    "halves": ["trainer=segmented", "trainer.segment_layers=half"],
 }
+
+
+def surveyed(model, data, *overrides):
+    words = [f"model.path={model}", f"data.train={data}", "data.format=tokens", *overrides]
+    return survey(compose(words, command="plan").config)
 
 
 def predicted(model, data, *overrides):
     """The prediction of the longest batch for the plan that is asked for."""
-    words = [f"model.path={model}", f"data.train={data}", "data.format=tokens", *overrides]
-    found = survey(compose(words, command="plan").config)
+    found = surveyed(model, data, *overrides)
     return next(line.longest for line in found.lines if line.longest.plan == found.choice.plan)
 
 
@@ -50,9 +57,10 @@ def test_so_is_that_of_full_training(how, model, data, here):
     assert peak == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
 
 
-def test_so_is_that_of_rows_longer_than_any_probe(model, here):
-    """Two rows are probed at 512 positions at the most."""
-    data = write_token_rows(here / "long.jsonl", [1025] * 2)
+def test_so_is_that_of_rows_longer_than_any_probe(here):
+    """Four rows are probed at 256 positions at the most."""
+    model = make_model(here / "model", "qwen3")
+    data = write_token_rows(here / "long.jsonl", [513] * 4)
     asked = PLANS["segmented"]
     peak = predicted(model, data, *asked).peak_bytes
     assert peak == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
@@ -64,6 +72,48 @@ def test_so_is_that_of_layers_of_two_kinds(how, windowed, data, here):
     assert peak == pytest.approx(measured(windowed, data, here / "run", *PLANS[how]), rel=0.2)
 
 
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_so_is_that_of_a_head_that_takes_most(adapter, data, here):
+    """3 chunks of 64 tokens, and logits of 8,192 words for each; a trained one has a gradient too."""
+    model = make_model(here / "model", "qwen3", num_hidden_layers=2, vocab_size=8192)
+    asked = [*PLANS["segmented"], "head.chunk=64", f"adapter={adapter}"]
+    found = predicted(model, data, *asked)
+    assert found.head_bytes > 1.5 * found.working_bytes
+    assert found.peak_bytes == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
+
+
+@pytest.mark.parametrize("how", ["whole", "segmented"])
+def test_so_is_that_of_rows_longer_than_a_window_that_no_probe_has_seen(how, windowed_wide, here):
+    """Rows of 60 positions are within it, of 64; those of 256 keep scores of 128 keys for most queries."""
+    rows = {length: write_token_rows(here / f"{length}.jsonl", [length + 1] * 2) for length in (60, 256)}
+    found = surveyed(windowed_wide, rows[60], *PLANS[how])
+    peak = found.planner.predictor(found.choice.plan, found.longest.at(256)).peak_bytes
+    assert peak == pytest.approx(measured(windowed_wide, rows[256], here / "run", *PLANS[how]), rel=0.2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_so_is_that_of_halves_whose_mlp_takes_some_tokens_at_once(dropout, data, here, monkeypatch):
+    """With dropout it takes all of them, which is more than twice as much."""
+    model = make_model(here / "model", "qwen3", intermediate_size=768)
+    monkeypatch.setattr(segments, "_MLP_TOKENS", 32)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))  # calibrations know code, not what tests set
+    asked = [*PLANS["halves"], f"adapter.dropout={dropout}"]
+    found = surveyed(model, data, *asked)
+    plan, predict = found.choice.plan, found.planner.predictor
+    some = predict(plan, found.longest)
+    assert some.peak_bytes == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
+    monkeypatch.undo()
+    all_at_once = predict(plan, found.longest)
+    assert (some.working_bytes < all_at_once.working_bytes / 2) == (dropout == 0)
+
+
+def test_layers_without_halves_are_predicted_whole(data, here):
+    """Granite's look as if they had, and multiply what they add."""
+    granite = make_model(here / "granite", "granite")
+    half, one = (predicted(granite, data, *PLANS[how]) for how in ("halves", "segmented"))
+    assert half.plan.halves and half.peak_bytes == one.peak_bytes
+
+
 def test_layers_below_the_adapter_keep_nothing(model, data, here):
     asked = [*PLANS["whole"], "adapter.layers=2"]
     few, all_layers = predicted(model, data, *asked), predicted(model, data, *PLANS["whole"])
@@ -72,14 +122,12 @@ def test_layers_below_the_adapter_keep_nothing(model, data, here):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_every_objectives_rows_are_counted(objective, model, here):
+def test_every_objectives_rows_are_counted(objective, not_probed, here):
     """Positions as they are forwarded: two answers to a prompt of 20, one of 12 and one of 8 tokens."""
     answers = {"dpo": {"chosen_ids": [5] * 12, "rejected_ids": [6] * 8}, "kto": {"completion_ids": [5] * 12}}
     row = {"prompt_ids": [7] * 20, **answers[objective]} | ({"label": True} if objective == "kto" else {})
     (here / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    words = [f"model.path={model}", f"data.train={here / 'rows.jsonl'}", "data.format=tokens"]
-    words += [f"trainer={objective}", "trainer.layout=padded"]
-    found = survey(compose(words, command="plan").config)
+    found = surveyed(not_probed, here / "rows.jsonl", f"trainer={objective}", "trainer.layout=padded")
     rows, length = found.longest.rows, found.longest.length
     assert (rows, length) == {"dpo": (8, 31), "kto": (4, 31)}[objective]
     assert found.longest.targets == {"dpo": 4 * 20, "kto": 4 * 12}[objective]

@@ -15,9 +15,11 @@ from mlxft.planning.command import survey
 from mlxft.planning.predict import Prediction
 from mlxft.segmented.build import GradientPlan
 from tests.runs import arrays, metrics, same, train
+from tests.tiny_models import make_model
 
 WHOLE, CHECKPOINT = GradientPlan("whole"), GradientPlan("checkpoint")
 ONE, TWO = GradientPlan("segmented", 1), GradientPlan("segmented", 2)
+HALF = GradientPlan("segmented", halves=True)
 
 
 def prediction(plan, peak, seconds):
@@ -29,7 +31,7 @@ def surveyed(model, data, *overrides):
     return survey(compose(words, command="plan").config)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def between(model, data):
     """Limits in GB: one that segments fit and the whole backward does not, one that nothing fits."""
     peaks = {line.longest.plan: line.longest.peak_bytes for line in surveyed(model, data).lines}
@@ -54,6 +56,13 @@ def test_of_equally_fast_ones_that_of_least_memory_is_taken():
     assert fastest(known, 60).plan == ONE
 
 
+def test_halves_are_taken_where_nothing_faster_fits():
+    """They compute more than all others, whatever a busy machine has measured."""
+    known = [prediction(CHECKPOINT, 50, 1.3), prediction(ONE, 20, 1.5), prediction(HALF, 10, 1.2)]
+    assert fastest(known, 20).plan == ONE
+    assert fastest(known, 19).plan == HALF
+
+
 def test_where_none_fits_the_smallest_is_named():
     assert fastest([prediction(WHOLE, 90, 1.0), prediction(ONE, 10, 1.5)], 5).plan == ONE
 
@@ -74,6 +83,25 @@ def test_a_limit_makes_auto_take_segments_and_a_line_says_so(model, data, here, 
     assert said.startswith("gradient: segmented") and f"of {between[0]:.2f} GB" in said
     peak = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[0])["peak_bytes"]
     assert peak - others < between[0] * 1e9
+
+
+def test_auto_takes_halves_below_what_a_layer_needs(data, here, caplog):
+    """Where they are about as large. Who asks for whole layers is told of them."""
+    model = make_model(here / "model", "qwen3", intermediate_size=128)
+    peaks = {line.longest.plan: line.longest.peak_bytes for line in surveyed(model, data).lines}
+    assert peaks[HALF] < 0.95 * peaks[ONE]
+    limit = [f"trainer.memory_limit={(peaks[HALF] + peaks[ONE]) / 2e9}"]
+    assert surveyed(model, data, *limit).choice.plan == HALF
+    asked = [*limit, "trainer=segmented", "trainer.segment_layers=1"]
+    said = surveyed(model, data, *asked).choice.help
+    assert said.startswith("By prediction these fit: trainer.segment_layers=half (about")
+    caplog.set_level(logging.INFO)
+    gc.collect()
+    others = mx.get_active_memory()
+    train(model, data, here / "run", "trainer.max_steps=1", *limit)
+    assert "gradient: segmented, half a layer a segment" in caplog.text
+    peak = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[0])["peak_bytes"]
+    assert peak - others < (peaks[HALF] + peaks[ONE]) / 2
 
 
 def test_near_the_limit_the_longest_batch_is_tried_and_changes_nothing(model, data, here, between, caplog):
@@ -111,17 +139,17 @@ def test_what_is_said_to_fit_fits(model, data, here, between):
 
 def test_a_continued_run_keeps_its_plan_while_that_fits(model, data, here, between, caplog):
     """Its first part ran in segments of two layers, near its limit; now there is room for everything."""
-    asked = ["adapter.rank=2", "optimizer.lr=1e-2", "trainer.save_every=1"]
-    train(model, data, here / "straight", *asked, "trainer.max_steps=4", "trainer.gradient=whole")
-    train(model, data, here / "run", *asked, "trainer.max_steps=4", f"trainer.memory_limit={between[0]}")
-    state = json.loads((here / "run" / "checkpoints" / "step-000004" / "state.json").read_text())
+    asked = ["optimizer.lr=1e-2", "trainer.save_every=1"]
+    train(model, data, here / "straight", *asked, "trainer.max_steps=2", "trainer.gradient=whole")
+    train(model, data, here / "run", *asked, "trainer.max_steps=2", f"trainer.memory_limit={between[0]}")
+    state = json.loads((here / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
     assert state["gradient"]["kind"] == "segmented"
     caplog.set_level(logging.INFO)
-    more = ["trainer.max_steps=6", "trainer.resume=auto", "schedule=constant"]
+    more = ["trainer.max_steps=3", "trainer.resume=auto", "schedule=constant"]
     train(model, data, here / "run", *asked, *more)
     assert "gradient: segmented" in caplog.text
     # On a CPU in float32 a plan changes no bit of what is trained.
-    first = [line["loss"] for line in metrics(here / "run", "train")][:4]
+    first = [line["loss"] for line in metrics(here / "run", "train")][:2]
     assert first == [line["loss"] for line in metrics(here / "straight", "train")]
 
 

@@ -109,6 +109,45 @@ def test_compiled_programs_give_what_traced_ones_do(family, folders):
     assert difference(traced, compiled) < CLOSE * SLACK
 
 
+@pytest.mark.parametrize("family, settings", [
+    ("llama", {"kind": "dora"}),
+    ("qwen3", {"kind": "dora", "layers": "last 2"}),
+    ("qwen3_moe", {"targets": ["*"]}),
+    ("qwen3", {"targets": ["*", "embed_tokens"]}),
+    ("llama", {"targets": ["*", "embed_tokens", "lm_head"]}),
+    ("qwen3", {"modules_to_save": ["*norm", "embed_tokens"]}),
+    ("llama", {"modules_to_save": ["*norm", "embed_tokens", "lm_head"]}),
+], ids=str)  # fmt: skip
+def test_every_kind_of_adapter_has_the_whole_backwards_gradients(family, settings, folders):
+    """Layer by layer, in halves, and by programs that the layers share, with dropout."""
+    made = trained_view(folders(family), **settings)
+    objective = Sft(HeadPlan("full"), Arranger())
+    whole = results(made, Gradient(made, objective))
+    assert difference(whole, results(made, Gradient(made, objective, "checkpoint"))) < CLOSE * SLACK
+    for compiled, halves in ((False, False), (False, True), (True, False), (True, True)):
+        gradient = SegmentedGradient(made, objective, GradientPlan("segmented", halves=halves), compiled)
+        assert difference(whole, results(made, gradient)) < CLOSE * SLACK, (compiled, halves)
+
+
+@pytest.mark.parametrize("settings", [{"kind": "dora"}, {"modules_to_save": ["*norm"]}], ids=str)
+def test_layers_with_lengths_or_whole_norms_of_their_own_share_a_program(settings, folders):
+    made = trained_view(folders("qwen3"), **settings)
+    gradient = SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=True)
+    results(made, gradient)
+    assert len(gradient._runner._kept) == 2  # a forward and a backward, for all four layers
+
+
+@pytest.mark.parametrize("mode, bits, group_size", [("affine", 3, 32), ("affine", 6, 32), ("nvfp4", 4, 16)])
+def test_dora_on_quantised_layers_has_the_same_gradients_in_segments(mode, bits, group_size, folders):
+    model, _ = load(str(folders("llama")), dtype="float32")
+    nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
+    made = view(model)
+    apply_adapter(model, AdapterConfig(kind="dora", rank=4), seed=1)
+    fill_adapters(model)
+    whole, segmented = both(made, halves=True)
+    assert difference(whole, segmented) < CLOSE * SLACK
+
+
 def test_alike_layers_share_a_program_and_two_layouts_of_one_length_do_not(folders):
     made = trained_view(folders("qwen3"))
     gradient = SegmentedGradient(made, Sft(HeadPlan("full"), Arranger()), compiled=True)

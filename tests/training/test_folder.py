@@ -1,5 +1,6 @@
 """Where a run begins: new folders, locks, and what a resume continues."""
 
+import os
 import shutil
 import time
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from mlxft.config import from_dict
 from mlxft.errors import InputError
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.folder import open_run
+from tests.permissions import as_nobody_in_a_folder
 from tests.runs import STEPS, arrays, content, metrics, resaved, same, train, write_token_rows
 from tests.tiny_models import make_model
 
@@ -59,11 +61,115 @@ def test_a_folder_that_holds_a_run_or_part_of_one_is_refused_and_left_as_it_is(l
     assert [path.name for path in (here / "run").iterdir()] == [left]
 
 
-def test_a_folder_with_other_things_in_it_is_used_and_they_stay(model, data, here):
+@pytest.mark.parametrize("resume", ["none", "auto", "other run"])
+@pytest.mark.parametrize("where", ["run", ".", "{}"])
+def test_a_folder_that_holds_something_else_is_refused_and_nothing_is_put_there(
+    where, resume, finished, model, data, here, monkeypatch
+):
+    """By its name, as the folder one is in, and as a full path."""
+    place = shutil.copytree(model, here / "run")
+    (place / ".hidden").write_text("mine")
+    (place / ".lock").write_text("some program's")
+    if where == ".":
+        monkeypatch.chdir(place)
+    before = content(place)
+    more = {"run.dir": where.format(place), "trainer.resume": finished if resume == "other run" else resume}
+    with pytest.raises(InputError) as refusal:
+        with open_run("sft", config(model, data, **{key: str(value) for key, value in more.items()})):
+            pass
+    folder = Path(more["run.dir"])
+    assert str(refusal.value) == (
+        f"run.dir={folder} is not the folder of a run: it holds .hidden, chat_template.jinja, config.json, "
+        "model.safetensors, tokenizer.json and 1 more. Nothing was written there. Give a folder that is new "
+        f"or empty, for instance run.dir={folder / 'run'}"
+    )
+    assert content(place) == before and (place / ".lock").read_text() and not (place / "train.log").exists()
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_notes_beside_a_run_that_is_still_loading_do_not_hide_it(resume, model, data, here):
+    with open_run("sft", config(model, data, **{"run.dir": "run"})):
+        (here / "run" / "notes.txt").write_text("mine")
+        with pytest.raises(InputError, match="another process trains in run now"):
+            with open_run("sft", config(model, data, **{"run.dir": "run", "trainer.resume": resume})):
+                pass
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_the_root_of_the_disk_is_no_runs_folder(resume, model, data):
+    with pytest.raises(InputError, match="run.dir=/ is not the folder of a run: it holds .*run.dir=/run"):
+        with open_run("sft", config(model, data, **{"run.dir": "/", "trainer.resume": resume})):
+            pass
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+@pytest.mark.parametrize("names", [[], [".lock", "train.log"], ["lost+found"]])
+def test_an_empty_folder_and_one_that_a_run_left_early_are_used(names, resume, model, data, here):
     (here / "run").mkdir()
-    (here / "run" / "notes.txt").write_text("mine")
-    train(model, data, here / "run", "trainer.max_steps=1", "adapter.rank=2")
-    assert (here / "run" / "notes.txt").read_text() == "mine"
+    for name in names:
+        (here / "run" / name).write_text("")
+    more = {"run.dir": "run", "trainer.resume": resume}
+    with open_run("sft", config(model, data, **more)) as start:
+        assert (start.run_dir, start.step) == (Path("run"), 0)
+    assert {path.name for path in (here / "run").iterdir()} >= set(names)
+
+
+def test_a_run_with_notes_beside_it_goes_on_and_so_does_one_whose_lock_is_gone(run, model, data):
+    (run / "notes.txt").write_text("mine")
+    (run / ".lock").unlink()
+    train(model, data, run, *STEPS, "trainer.max_steps=5", "trainer.resume=auto")
+    assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3, 4, 5]
+    assert (run / "notes.txt").read_text() == "mine"
+
+
+def test_a_foreign_folder_is_refused_every_time(model, data, here):
+    """A refusal leaves no lock behind, which would make the folder a run's."""
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(InputError, match="holds files that this would overwrite"):
+            with open_run("sft", config(model, data, **{"run.dir": "run", "trainer.resume": "auto"})):
+                pass
+    assert [path.name for path in (here / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    "left, how",
+    [
+        ([".lock"], "trainer.resume=auto starts it afresh, since it has no checkpoint; "),
+        ([".lock", "summary.json"], ""),
+        (["checkpoints/step-000001"], "trainer.resume=auto continues it; "),
+        ([], ""),
+    ],
+)
+def test_what_is_said_of_a_run_that_is_there_is_what_auto_would_do(left, how, model, data, here):
+    for name in [*left, "config.yaml"]:
+        (here / "run" / name).mkdir(parents=True) if "/" in name else (here / "run").mkdir(exist_ok=True)
+        if "/" not in name:
+            (here / "run" / name).write_text("")
+    with pytest.raises(InputError) as refusal:
+        with open_run("sft", config(model, data, **{"run.dir": "run"})):
+            pass
+    assert str(refusal.value) == f"run.dir=run holds a run already. {how}another run.dir keeps both"
+
+
+# ---- permissions ----
+
+
+@pytest.mark.parametrize("closed", ["run", "run/checkpoints"])
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_folder_without_permission_to_write_is_said_before_anything_is_read(closed, resume, model, data):
+    plain = config(model, data)  # whose files root alone may see
+    with as_nobody_in_a_folder() as place:
+        os.makedirs(place / "run" / "checkpoints")
+        (place / "run" / ".lock").write_text("")
+        (place / "run" / "train.log").write_text("")
+        os.chmod(place / closed, 0o555)
+        plain["run"]["dir"], plain["trainer"]["resume"] = str(place / "run"), resume
+        with pytest.raises(InputError) as refusal, open_run("sft", plain):
+            pass
+        os.chmod(place / closed, 0o755)
+    assert f"no permission to make files in {place / closed}. Allow that, or" in str(refusal.value)
 
 
 def test_what_fails_before_it_begins_leaves_no_folder(model, data, here):
@@ -237,6 +343,24 @@ def test_a_place_without_a_checkpoint_is_refused(make, words, model, data, here)
     with pytest.raises(InputError, match=words):
         continued(model, data, "place")
     assert not (here / "runs").exists()
+
+
+def test_a_name_that_no_folder_can_have_is_refused_in_a_sentence(model, data):
+    with pytest.raises(InputError, match="there is no such folder"):
+        continued(model, data, "x" * 300)
+
+
+def test_a_run_that_is_still_loading_is_said_to_have_no_checkpoint_yet(model, data, here):
+    with open_run("sft", config(model, data, **{"run.dir": "two"})):
+        for _ in range(2):
+            with pytest.raises(InputError, match="=two: a process trains in this run now, and there is no"):
+                continued(model, data, "two")
+        (here / "two" / "checkpoints").mkdir()
+        with pytest.raises(InputError, match="=two: a process trains in this run now, and there is no"):
+            continued(model, data, "two")
+        (here / "two" / "config.yaml").write_text("begun")
+    with pytest.raises(InputError, match="trainer.resume=two: the run has no checkpoint yet"):
+        continued(model, data, "two")
 
 
 def test_a_checkpoint_of_the_adapter_alone_cannot_be_continued(model, data, here):

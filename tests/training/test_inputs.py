@@ -1,5 +1,8 @@
 """What a run says of its rows and of the forwards they share, before it trains."""
 
+import json
+import shutil
+
 import numpy as np
 
 from tests.runs import column, train, write_rows
@@ -29,3 +32,13 @@ def test_a_run_with_shared_prompts_says_what_two_forwards_would_take(model, here
         log = (here / layout / "train.log").read_text()
         said = "layout: prefix_shared; 8 tokens a pair with the prompt forwarded once, 13 with two forwards"
         assert log.count(said) == 1
+
+
+def test_rows_beyond_the_models_positions_are_warned_of(model, here):
+    folder = shutil.copytree(model, here / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    rows = write_rows(here / "rows.jsonl", [{"input_ids": [5] * size} for size in (8, 9, 12)])
+    train(folder, rows, here / "run", "trainer.max_steps=1", "data.format=tokens")
+    log = (here / "run" / "train.log").read_text()
+    assert "2 of 3 rows are longer than the 8 positions" in log and "the longest has 12 tokens" in log

@@ -6,7 +6,17 @@ import mlx.core as mx
 import pytest
 
 from mlxft.config.schema import OptimizerConfig, ScheduleConfig
-from mlxft.training.optimizer import CLASSES, build, clip, global_norm, learning_rate
+from mlxft.errors import InputError
+from mlxft.training.optimizer import (
+    CLASSES,
+    Group,
+    build,
+    check_schedule,
+    clip,
+    global_norm,
+    grouping,
+    learning_rate,
+)
 
 
 def rates(schedule, total, peak=1.0):
@@ -31,6 +41,37 @@ def test_linear_falls_in_equal_steps_after_the_warm_up():
         1.5,
         1.25,
     ]
+
+
+def test_wsd_stays_at_its_peak_and_falls_in_its_last_steps():
+    schedule = ScheduleConfig("wsd", warmup_steps=2, final_ratio=0.5, decay_share=0.4)
+    # 4 of 10 steps: 2 + (1 - 2) k / 4 for k = 0 to 3
+    assert rates(schedule, 10, peak=2.0) == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25]
+
+
+def test_wsd_falls_in_one_step_at_least():
+    assert rates(ScheduleConfig("wsd", decay_share=0.01), 3) == [1.0, 1.0, 1.0]  # the next one would be 0
+
+
+@pytest.mark.parametrize("schedule, message", [
+    (ScheduleConfig("cosine", warmup_steps=10), "warmup_steps=10 are not fewer than the run's 10 steps"),
+    (ScheduleConfig("wsd", warmup_steps=7, decay_share=0.4), "the 4 last steps that schedule.decay_share"),
+])
+def test_a_warm_up_that_leaves_no_step_at_the_peak_is_refused(schedule, message):
+    with pytest.raises(InputError, match=message):
+        check_schedule(schedule, 10)
+    check_schedule(ScheduleConfig("wsd", warmup_steps=6, decay_share=0.4), 10)
+
+
+def test_arrays_are_in_groups_by_what_they_are():
+    assert grouping(OptimizerConfig()) is None
+    group_of = grouping(OptimizerConfig(lora_plus_ratio=16.0, decay_vectors=False))
+    vector, matrix = mx.zeros(2), mx.zeros((2, 2))
+    assert group_of("layers.0.q_proj.lora_b", matrix) == Group(16.0, True)
+    assert group_of("layers.0.q_proj.lora_a", matrix) == Group(1.0, True)
+    assert group_of("layers.0.q_proj.m", vector) == Group(1.0, False)
+    assert group_of("norm.weight", vector) == Group(1.0, False)
+    assert grouping(OptimizerConfig(lora_plus_ratio=2.0))("norm.weight", vector) == Group(1.0, True)
 
 
 def test_a_warm_up_of_all_steps_does_not_divide_by_zero():

@@ -10,7 +10,7 @@ import yaml
 
 from mlxft.config import from_dict
 from mlxft.errors import InputError
-from mlxft.models.fingerprint import fingerprint
+from mlxft.models.fingerprint import weight_digests
 from mlxft.training.resume import same_training, settings
 from tests.runs import STEPS, arrays, content, metrics, resaved, same, train, write_rows, write_token_rows
 from tests.tiny_models import make_model
@@ -122,7 +122,7 @@ def test_a_base_model_that_changed_in_place_is_refused(model, data, here):
         train(own, data, here / "run", *more)
     folder = (here / "run" / "checkpoints" / "step-000001").resolve()
     assert str(refusal.value) == (
-        f"{folder} was trained on a model that has changed since: model.path={own} has other weights now "
+        f"{folder} was trained on a model that has changed since: model.path={own} has other files now "
         f"(model.safetensors). Put them back, or start a new run from what it had learnt with "
         f"adapter.init_from={folder}"
     )
@@ -141,18 +141,86 @@ def test_a_reference_that_changed_in_place_is_a_warning(model, here, caplog, mon
     more = [*STEPS, "trainer=dpo", f"loss.reference={reference}", "trainer.resume=auto"]
     train(model, data, here / "run", *more, "trainer.max_steps=1")
     train(model, data, here / "run", *more, "trainer.max_steps=2")
-    assert "other weights" not in caplog.text
+    assert "other files" not in caplog.text
     make_model(reference, "llama", seed=2, num_hidden_layers=2)
     train(model, data, here / "run", *more, "trainer.max_steps=3")
-    words = f"resuming: loss.reference={reference} has other weights now (model.safetensors); the run will"
+    words = f"resuming: loss.reference={reference} has other files now (model.safetensors); the run will"
     assert words in caplog.text
+
+
+def test_a_base_model_with_another_configuration_is_refused(model, data, here):
+    """The weights are the same; the positions are turned faster. How the file is written has no say."""
+    own = shutil.copytree(model, here / "model")
+    train(own, data, here / "run", *STEPS, "trainer.max_steps=1")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"rope_theta": 100.0}))
+    more = [*STEPS, "trainer.max_steps=2", "trainer.resume=auto"]
+    with pytest.raises(InputError, match=r"model.path=.* has other files now \(config.json\)"):
+        train(own, data, here / "run", *more)
+    (own / "config.json").write_text(json.dumps(config, indent=3))
+    train(own, data, here / "run", *more)
+    assert [line["step"] for line in metrics(here / "run")] == [1, 2]
+
+
+def test_a_checkpoint_that_knows_weights_without_their_configuration_goes_on(run, finished, model, data):
+    """As versions wrote it that looked at weights only."""
+    weights = weight_digests(model)
+    del weights["config.json"]
+    resaved(run / "checkpoints" / "step-000004", weights={"model.path": weights})
+    train(model, data, run, *STEPS, "trainer.max_steps=6", "trainer.resume=auto")
+    assert metrics(run, "train") == metrics(finished, "train")
+
+
+@pytest.fixture
+def from_adapter(model, data, here, monkeypatch):
+    """The keys of a dpo run of one step whose reference is the adapter in one/ that it began with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    for name, seed in (("one", 1), ("two", 2)):
+        train(model, data, here / name, *STEPS, "trainer.max_steps=1", f"trainer.seed={seed}")
+    pairs = [{"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}] * 4
+    write_rows(here / "pairs.jsonl", pairs)
+    keys = ["trainer=dpo", "loss.reference=start", "trainer.save_every=1"]
+    train(model, "pairs.jsonl", "run", *keys, "adapter.init_from=one/adapter", "trainer.max_steps=1")
+    return [*keys, "trainer.max_steps=2", "trainer.resume=auto"]
+
+
+def test_a_start_that_is_the_reference_is_refused_when_its_files_have_changed(from_adapter, model, here):
+    shutil.copytree("one/adapter", "kept")
+    shutil.copy("two/adapter/adapters.safetensors", "one/adapter")
+    before = content(here / "run")
+    with pytest.raises(InputError, match="reference that would change: .*one.*adapters.safetensors"):
+        train(model, "pairs.jsonl", "run", *from_adapter, "adapter.init_from=one/adapter")
+    assert content(here / "run") == before
+    shutil.copy("kept/adapters.safetensors", "one/adapter")
+    train(model, "pairs.jsonl", "run", *from_adapter, "adapter.init_from=one/adapter")
+    assert [line["step"] for line in metrics(here / "run")] == [1, 2]
+
+
+def test_a_start_that_is_the_reference_goes_by_what_it_holds_whatever_it_is_called(
+    from_adapter, model, here, caplog
+):
+    shutil.copytree("one/adapter", "kept")
+    for other in ("two/adapter", "null"):
+        with pytest.raises(InputError, match="reference that would change"):
+            train(model, "pairs.jsonl", "run", *from_adapter, f"adapter.init_from={other}", "adapter.rank=2")
+    train(model, "pairs.jsonl", "run", *from_adapter, "adapter.init_from=kept")
+    assert "resuming with adapter.init_from" not in caplog.text and "as kept in" in caplog.text
+
+
+def test_of_a_start_that_a_checkpoint_does_not_know_another_name_is_a_warning(from_adapter, model, caplog):
+    """As versions wrote it that did not look at the adapter."""
+    checkpoint = Path("run/checkpoints/step-000001")
+    weights = json.loads((checkpoint / "state.json").read_text())["weights"]
+    resaved(checkpoint, weights={"model.path": weights["model.path"]})
+    train(model, "pairs.jsonl", "run", *from_adapter, "adapter.init_from=two/adapter")
+    assert "another adapter.init_from: another reference, if it is not a copy" in caplog.text
 
 
 def test_a_checkpoint_that_says_nothing_of_weights_goes_on(run, finished, model, data):
     """As versions wrote it that did not look at them."""
     checkpoint = run / "checkpoints" / "step-000004"
     state = json.loads((checkpoint / "state.json").read_text())
-    assert state["weights"] == {"model.path": fingerprint(model)}
+    assert state["weights"] == {"model.path": weight_digests(model)}
     resaved(checkpoint, weights={})
     train(model, data, run, *STEPS, "trainer.max_steps=6", "trainer.resume=auto")
     assert metrics(run, "train") == metrics(finished, "train")

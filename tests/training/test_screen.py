@@ -25,6 +25,7 @@ def record(step, **more):
             "loss": 2.5,
             "lr": 1e-4,
             "tokens_per_s": 1234.5,
+            "positions": 700,
             "peak_bytes": 2.5e9,
         },
         **more,
@@ -39,6 +40,11 @@ def test_a_line_shows_loss_speed_memory_time_left_and_rate(capsys):
     assert capsys.readouterr().out == (
         "step 1/101  loss 2.5000  1,234 tokens/s  peak 2.50 GB  0:50 left  lr 1.00e-04\n"
     )
+
+
+def test_a_long_row_with_few_trained_tokens_shows_how_many_positions_went_by(capsys):
+    PlainScreen(101).step(record(1, tokens_per_s=0.34, seconds=100.0, positions=4000))
+    assert "  0.3 tokens/s of 40 positions/s  " in capsys.readouterr().out
 
 
 def test_hours_are_shown_where_there_are_any(capsys):

@@ -40,11 +40,20 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One micro-batch ready to be run: its arrays, the layout they are in, the positions forwarded."""
+    """One micro-batch ready to be run: its arrays, and how its rows are arranged in them."""
 
     inputs: Inputs
-    layout: Layout
-    num_positions: int
+    arranged: Arrangement
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the arrays are in."""
+        return self.arranged.layout
+
+    @property
+    def num_positions(self) -> int:
+        """The positions forwarded."""
+        return self.arranged.num_positions
 
 
 class Objective(Protocol):

@@ -145,7 +145,7 @@ class PairObjective(ABC):
         inputs = targets.inputs(self.arranger.multiple)
         inputs["row"] = inputs["row"].astype(mx.int32) - 1  # what rounds up the targets is of no row
         inputs |= self._per_pair(pairs, counts)
-        return Prepared(inputs, arranged.layout, arranged.num_positions)
+        return Prepared(inputs, arranged)
 
     def _per_pair(self, pairs: Sequence[Pair], counts: Counts) -> Inputs:
         answer_counts = [mask.sum() for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]

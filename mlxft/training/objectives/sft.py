@@ -44,7 +44,7 @@ class Sft:
         targets = Targets(arranged)
         for row, example in enumerate(examples):
             targets.add(row, example.tokens, example.mask, weights=1.0 / max(counts["tokens"], 1))
-        return Prepared(targets.inputs(self.arranger.multiple), arranged.layout, arranged.num_positions)
+        return Prepared(targets.inputs(self.arranger.multiple), arranged)
 
     def token_weights(self, inputs: Inputs) -> Optional[mx.array]:
         """Returns what each target's -log p (M,) counts; None for a subclass with a loss of its own."""

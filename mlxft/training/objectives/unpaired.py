@@ -92,7 +92,7 @@ class Kto:
             "kl": counts["kl"],
         }
         inputs |= {name: mx.array(np.asarray(value, np.float32)) for name, value in per_row.items()}
-        return Prepared(inputs | {"labels": mx.array(labels)}, arranged.layout, arranged.num_positions)
+        return Prepared(inputs | {"labels": mx.array(labels)}, arranged)
 
     def _forward(self, rows: Sequence[Unpaired], mismatched: bool):
         answers = [
