@@ -10,6 +10,7 @@ mlxft again     the same once more: the rows as they are kept on disk
 --data: rows of messages, for instance Alpaca's; they are repeated up to --rows, each time with another number
 in the question and the answer's words turned round at another place, so that no text comes twice. Each way
 runs in a process of its own. Time is from opening the file to the last row; the tokenizer is there before.
+CPU seconds are those of the process and its workers together: on cores that others use too they tell more.
 Memory is the process's largest resident size beyond what it was before, with that of its workers.
 """
 
@@ -67,14 +68,20 @@ def measure(way: str, path: str, model: str, workers: str) -> dict:
 
     folder = resolve(model)
     tokenizer, vocabulary = load_tokenizer(folder), vocabulary_size(folder)
-    before = peak_bytes()
+    before, cpu = peak_bytes(), cpu_seconds()
     began = time.perf_counter()
     if way.startswith("mlx-lm"):
         num_rows, num_tokens = by_mlx_lm(path, tokenizer, way.endswith("masked"))
     else:
         num_rows, num_tokens = by_mlxft(path, tokenizer, vocabulary, workers)
     seconds = time.perf_counter() - began
-    return {"rows": num_rows, "tokens": num_tokens, "seconds": seconds, "bytes": peak_bytes() - before}
+    used = {"seconds": seconds, "cpu": cpu_seconds() - cpu, "bytes": peak_bytes() - before}
+    return {"rows": num_rows, "tokens": num_tokens, **used}
+
+
+def cpu_seconds() -> float:
+    """Returns the seconds of CPU that the process and the children it has waited for have used."""
+    return sum(os.times()[:4])
 
 
 def peak_bytes() -> int:
@@ -113,8 +120,8 @@ def main() -> None:
             first = first or found["seconds"]
             print(
                 f"{way:<14}{found['rows'] / found['seconds']:>10,.0f} rows/s {found['seconds']:>8.1f} s "
-                f"{first / found['seconds']:>7.1f} times mlx-lm {found['bytes'] / 1e6:>8,.0f} MB, "
-                f"{found['tokens']:,} tokens",
+                f"({found['cpu']:.1f} of CPU) {first / found['seconds']:>7.1f} times mlx-lm "
+                f"{found['bytes'] / 1e6:>8,.0f} MB, {found['tokens']:,} tokens",
                 flush=True,
             )
 

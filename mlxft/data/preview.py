@@ -85,9 +85,11 @@ def _ending(
         lines.append(f"dropped: {where}: {reason}")
     if len(report.dropped_at) > _DROPPED_SHOWN:
         lines.append(f"dropped: ... and {len(report.dropped_at) - _DROPPED_SHOWN:,} more")
+    seed = config.trainer.seed
+    mixture = mixture_in(rows, config.data, seed) if is_whole and wanted.split == "train" else None
+    if mixture:
+        lines += [f"{name}: {line}" for line in mixture.lines()]
     if config.trainer.layout == "packed" and is_whole:
-        seed = config.trainer.seed
-        mixture = mixture_in(rows, config.data, seed) if wanted.split == "train" else None
         order = order_of(rows, config.data, seed, mixture)
         lines.append(f"layout: packed; {packed_sizes(rows, order, shape_multiple())}")
     return lines

@@ -22,7 +22,7 @@ _NEVER_TEXT = frozenset(
 # A split by the names that files of a folder have, as data sets on the hub name them.
 _SPLIT_NAMES = {"train": "train", "valid": "validation|valid|val|dev", "test": "test"}
 _SPLIT_OF_FILE = re.compile(
-    "|".join(f"(?P<{split}>{names})" for split, names in _SPLIT_NAMES.items()) + r"(?![a-z])"
+    "|".join(f"(?P<{split}>{names})(?![a-z])" for split, names in _SPLIT_NAMES.items())
 )
 
 

@@ -10,6 +10,9 @@ from mlxft.config.choices import DPO_VARIANTS, LOSS_KEYS, OPTIMIZERS
 from mlxft.config.schema import LossConfig
 from mlxft.errors import InputError
 
+MIXED = [{"path": "rows.jsonl", "weight": 2}, {"path": "rows.jsonl"}]
+STREAM = {"data__streaming": True, "trainer__max_steps": 5}
+
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
@@ -35,6 +38,30 @@ def made(rows, **settings):
         ({"adapter__kind": "full", "adapter__layers": 8}, "adapter.layers", "adapter.kind=full"),
         ({"data__format": "tokens", "data__train_on": "all"}, "data.train_on", "by their mask"),
         ({"data__format": "text", "data__train_on": "last_assistant"}, "data.train_on", "no turns"),
+        ({"data__revision": "v2"}, "data.revision", "data sets on the hub, and none is named"),
+        ({"data__subset": "en"}, "data.subset", "data sets on the hub, and none is named"),
+        ({"data__split": "test"}, "data.split", "and of folders, and none is named"),
+        ({"data__train": {"path": "rows.jsonl", "weight": 2}}, "data.train", "a weight mixes sets"),
+        ({"data__train": MIXED, "data__shuffle": False}, "data.shuffle", "drawn at random"),
+        (
+            {"data__train": MIXED, "trainer__layout": "packed", "data__batch_tokens": 64},
+            "data.batch_tokens",
+            "weights cannot be kept to",
+        ),
+        ({"data__valid": MIXED}, "data.valid", "every row is validated with once"),
+        ({"data__buffer": 64}, "data.buffer", "data.streaming=true"),
+        ({"data__streaming": True}, "trainer.max_steps", "how many rows a stream has is not known"),
+        (STREAM | {"trainer__epochs": 2}, "trainer.epochs", "give trainer.max_steps"),
+        (STREAM | {"data__cache": True}, "data.cache", "not kept"),
+        (STREAM | {"data__num_workers": 2}, "data.num_workers", "as they are needed"),
+        (STREAM | {"data__train": MIXED}, "data.train", "leave weight out"),
+        (
+            STREAM | {"trainer__layout": "packed", "data__batch_tokens": 64},
+            "data.batch_tokens",
+            "not known beforehand",
+        ),
+        (STREAM | {"trainer__objective": "kto"}, "trainer.objective", "which a stream does not have"),
+        (STREAM | {"trainer__objective": "dpo"}, "loss.reference_scored", "give every_step"),
         ({"trainer__patience": 3}, "trainer.patience", "data.valid"),
         ({"trainer__segment_layers": 2}, "trainer.segment_layers", "trainer=segmented"),
         ({"trainer__gradient": "whole", "trainer__in_flight": 2}, "trainer.in_flight", "trainer=segmented"),
@@ -160,6 +187,8 @@ def test_the_options_of_each_optimizer_are_those_that_mlx_gives_it():
     [
         ("data.train", "./nowhere.jsonl"),
         ("data.train", ["rows.jsonl", "nowhere.jsonl"]),
+        ("data.train", [{"path": "nowhere.jsonl", "weight": 2}, "rows.jsonl"]),
+        ("data.valid", "data/nowhere.jsonl"),
         ("data.valid", "nowhere.jsonl"),
         ("data.train", "bundled:nowhere.jsonl"),
         ("model.path", "./nowhere"),
@@ -216,3 +245,16 @@ def test_the_keys_that_an_objective_reads_are_known_keys():
 
 def test_the_variants_of_the_configuration_are_those_of_the_loss():
     assert set(DPO_VARIANTS) == set(losses.DPO_VARIANTS)
+
+
+def test_a_data_set_on_the_hub_is_not_looked_for_on_the_disk(rows):
+    config = made("owner/rows", data__split="train[:10%]", data__revision="v2", data__subset="en")
+    assert config.data.train == "owner/rows"
+
+
+def test_sets_with_weights_are_typed_as_lists_of_keys(rows):
+    typed = "data.train=[{path:rows.jsonl,weight:2},{path:owner/rows,split:test,columns:{prompt:q}}]"
+    assert compose(["model.path=owner/name", typed]).config.data.train == [
+        {"path": "rows.jsonl", "weight": 2.0},
+        {"path": "owner/rows", "split": "test", "columns": {"prompt": "q"}},
+    ]

@@ -39,7 +39,7 @@ class _Hub(BaseHTTPRequestHandler):
         if path[:4] != ["api", "datasets", "owner", "name"] and path[:3] != ["datasets", "owner", "name"]:
             answer = 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
         elif path[0] == "api" and path[4:5] == ["tree"]:
-            answer = 200, {}, json.dumps([entry(file, name) for name, file in files.items()]).encode()
+            answer = self.tree("/".join(path[6:]), files)
         elif path[0] == "api" and path[4:] in ([], ["revision", "main"], ["revision", COMMIT]):
             siblings = [{"rfilename": name} for name in files]
             answer = 200, {}, json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": siblings}).encode()
@@ -52,6 +52,22 @@ class _Hub(BaseHTTPRequestHandler):
         else:
             answer = 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
         self.send(*answer, send_body)
+
+    def tree(self, folder, files):
+        """What lies in a folder, and, if that is asked for, in the folders in it."""
+        within = f"{folder}/" if folder else ""
+        below = {name: file for name, file in files.items() if name.startswith(within)}
+        entries = []
+        for name, file in below.items():
+            if "/" not in name.removeprefix(within) or "recursive=true" in self.path.lower():
+                entries.append(entry(file, name))
+        folders = {within + name.removeprefix(within).split("/")[0] for name in below}
+        entries += [
+            {"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(folders - set(files))
+        ]
+        if not below:
+            return 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
+        return 200, {}, json.dumps(entries).encode()
 
     def ranged(self, headers, body):
         wanted = self.headers.get("Range")

@@ -256,3 +256,59 @@ def test_the_data_side_loads_without_mlx():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+FAULTY = [
+    "no row",
+    {"input_ids": [1, 2]},
+    {"input_ids": [1, 99]},
+    {"input_ids": [3, 4]},
+    {"ids": [1]},
+    {"input_ids": []},
+    '{"input_ids": [1], "input_ids": [2]}',
+    {"input_ids": [5, 6], "completion_mask": [1]},
+    {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
+]
+
+
+def test_faulty_rows_are_skipped_counted_and_named_where_that_is_asked_for(write_rows):
+    path = write_rows(FAULTY)
+    examples, report = load(path, vocab_size=50, on_bad_row="skip")
+    assert [example.where for example in examples] == [f"{path}:2", f"{path}:4"]
+    assert (report.num_rows, report.num_skipped) == (9, 7)
+    assert list(report.skipped_at) == [f"{path}:{line}" for line in (1, 3, 5, 6, 7, 8, 9)]
+    lines = report.lines()
+    first = lines.index("faulty and passed over (data.on_bad_row): 7 rows")
+    assert lines[first + 1].startswith(f"  {path}:1: not JSON")
+    assert lines[first + 6] == "  ... and 2 more"
+
+
+def test_the_first_faulty_row_ends_it_otherwise(write_rows):
+    with pytest.raises(InputError, match="rows.jsonl:2: this row has no 'input_ids'"):
+        load(write_rows([{"input_ids": [1, 2]}, *FAULTY[4:]]), vocab_size=50)
+
+
+def test_rows_a_template_refuses_are_skipped_too(write_rows, make_tokenizer):
+    turns = chat("one?", "Yes.")["messages"]
+    path = write_rows([chat("one?", "Yes."), {"messages": turns[::-1]}, chat("two?", "No.")])
+    examples, report = load(path, make_tokenizer("model_role"), on_bad_row="skip")
+    assert [example.where for example in examples] == [f"{path}:1", f"{path}:3"]
+    assert "Turns must alternate" in report.skipped_at[f"{path}:2"]
+
+
+def test_faulty_pairs_and_csv_lines_are_skipped_too(write_rows, tmp_path):
+    path = write_rows([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [n]} for n in (3, 99, 4)])
+    made, report = pairs(path, vocab_size=50, on_bad_row="skip")
+    assert [pair.where for pair in made] == [f"{path}:1", f"{path}:3"] and report.num_skipped == 1
+    table = tmp_path / "rows.csv"
+    table.write_text('input_ids\n"[1, 2]"\n[1],[2]\n[7 8]\n"[3, 4]"\n')
+    made, report = load(str(table), vocab_size=50, on_bad_row="skip", format="tokens")
+    assert [example.where for example in made] == [f"{table}:2", f"{table}:5"] and report.num_skipped == 2
+
+
+def test_a_set_of_nothing_but_faulty_rows_is_an_error_with_the_first(write_rows):
+    path = write_rows([{"input_ids": []}, {"input_ids": [99]}])
+    with pytest.raises(InputError, match=r"faulty \(2\).* The first faulty row: .*rows.jsonl:1: input_ids"):
+        load(path, vocab_size=50, on_bad_row="skip")
+    with pytest.raises(InputError, match="rows.jsonl:1: not JSON"):
+        load(write_rows(["no row", "nor this"]), vocab_size=50, on_bad_row="skip")

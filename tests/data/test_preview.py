@@ -280,3 +280,25 @@ def test_a_recipe_is_previewed_by_its_name(preview, folder):
         "content"
     ]
     assert "==> bundled:shout.jsonl:1 <==" in shown and asked in shown
+
+
+def test_of_a_large_set_no_more_is_read_than_is_shown(preview, folder):
+    row = json.dumps({"text": "Hi." * 100})
+    (folder / "large.jsonl").write_text(f"{row}\n" * 15_000 + "no row\n")
+    shown = preview("large.jsonl", "preview.rows=2")
+    assert shown.startswith("the first 2 rows; ")
+    assert "training rows: the first rows of large.jsonl: 2 rows of text, 602 tokens, 600 of them" in shown
+
+
+def test_a_stream_is_previewed_by_its_first_rows(preview):
+    stream = ["data.streaming=true", "trainer.max_steps=1"]
+    shown = preview("chats.jsonl", "preview.rows=1", *stream)
+    assert "the first rows of chats.jsonl: 1 row of messages" in shown
+
+
+def test_how_often_rows_of_mixed_sets_are_seen_is_said(preview):
+    mixed = "[{path:chats.jsonl,weight:3},{path:chats.jsonl}]"
+    shown = preview(mixed)
+    assert "the first 3 rows of 4;" in shown
+    assert "training rows: chats.jsonl: weight 3, 75%: an epoch sees each of its 2 rows 1.5 times" in shown
+    assert "training rows: chats.jsonl: weight 1, 25%: an epoch sees 1 of its 2 rows" in shown

@@ -172,3 +172,68 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     path.write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
     with pytest.raises(InputError, match="rows.jsonl:2: the key 'text' stands twice"):
         list(read(str(path)))
+
+
+def test_a_folder_is_all_the_files_of_rows_in_it_by_name(write_rows, tmp_path):
+    (tmp_path / "rows" / "more").mkdir(parents=True)
+    write_rows([{"text": "b"}], "rows/b.jsonl")
+    write_rows([{"text": "a"}], "rows/a.json")
+    write_rows([{"text": "c"}], "rows/more/c.jsonl")
+    write_rows([{"text": "d"}], "rows/.hidden.jsonl")
+    (tmp_path / "rows" / "README.md").write_text("no rows")
+    (tmp_path / "rows" / "d.csv").write_text("text\nd\n")
+    folder = f"{tmp_path}/rows"
+    assert rows_of(folder) == [
+        ({"text": "a"}, f"{folder}/a.json:1"),
+        ({"text": "b"}, f"{folder}/b.jsonl:1"),
+        ({"text": "d"}, f"{folder}/d.csv:2"),
+        ({"text": "c"}, f"{folder}/more/c.jsonl:1"),
+    ]
+
+
+@pytest.fixture
+def splits(write_rows, tmp_path):
+    """A folder whose files' names tell splits apart."""
+    (tmp_path / "rows").mkdir()
+    for name in ("train-00001", "train-00002", "valid", "test"):
+        write_rows([{"text": name}], f"rows/{name}.jsonl")
+    return f"{tmp_path}/rows"
+
+
+def texts(source, validates=False, **settings):
+    [rows] = sets_of(source, DataConfig(**settings), validates)
+    return [row.values["text"] for row in rows.rows()]
+
+
+def test_a_folder_with_splits_gives_the_one_that_is_meant(splits):
+    assert texts(splits) == ["train-00001", "train-00002"]
+    assert texts(splits, validates=True) == ["valid"]
+    assert texts({"path": splits, "split": "test"}) == ["test"]
+    assert texts(splits, split="validation") == ["valid"]
+    assert texts(splits, validates=True, split="train") == ["valid"]  # data.split is of data.train
+
+
+def test_a_split_that_a_folder_has_not_is_named_with_those_it_has(splits, write_rows, tmp_path):
+    with pytest.raises(InputError, match=r"tell splits apart \(test, train, valid\), and none is dev2"):
+        texts(splits, split="dev2")
+    (tmp_path / "plain").mkdir()
+    write_rows([{"text": "a"}], "plain/trained.jsonl")  # no split's name
+    assert texts(f"{tmp_path}/plain") == ["a"]
+    with pytest.raises(InputError, match="no file's name says that it is of the split 'train'"):
+        texts(f"{tmp_path}/plain", split="train")
+
+
+def test_files_without_keys_of_their_own_are_one_set_and_others_a_set_each(write_rows):
+    one, two = write_rows([{"text": "a"}], "one.jsonl"), write_rows([{"text": "b"}], "two.jsonl")
+    assert [each.paths for each in sets_of([one, two], DataConfig())] == [(one, two)]
+    mixed = sets_of([one, {"path": two, "weight": 2, "columns": {"text": "t"}}], DataConfig(subset="s"))
+    assert [(each.paths, each.weight, each.columns, each.subset) for each in mixed] == [
+        ((one,), None, (), "s"),
+        ((two,), 2, (("text", "t"),), "s"),
+    ]
+
+
+@pytest.mark.parametrize("entry", [{"weight": 2}, {"path": "a.jsonl", "wieght": 2}, 3])
+def test_what_is_no_set_is_refused(entry):
+    with pytest.raises(InputError, match="is no set of rows"):
+        sets_of(["a.jsonl", entry], DataConfig())

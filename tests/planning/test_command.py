@@ -89,3 +89,23 @@ def test_families_that_cannot_be_probed_get_a_bound(family, data, tmp_path, caps
     model = make_model(tmp_path / "model", family)
     assert plan(model, data) == 0
     assert "trainer.gradient=auto takes: whole; peak less than" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "more, longest",
+    [
+        (["data.batch_size=2"], {"rows": 2, "length": 89, "targets": 80}),
+        # 89 positions of the longest and 5 rows of 19: no batch of ten rows of 19 is smaller than 190.
+        (["trainer.layout=packed", "data.batch_tokens=200"], {"rows": 10, "length": 19, "targets": 100}),
+    ],
+)
+def test_of_a_large_set_only_the_first_rows_are_read(model, tmp_path, capsys, more, longest):
+    """The last row is wrong and never seen; the longest is taken to be as long as it may be."""
+    row = json.dumps({"input_ids": [5] * 20, "completion_mask": [0] * 10 + [1] * 10})
+    large = tmp_path / "large.jsonl"
+    large.write_text(f"{row}\n" * 60_000 + "no row\n")
+    assert plan(model, large, "data.max_length=90", "--json", *more) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert found["longest"] == longest
+    assert "the longest is taken to have data.max_length=90 tokens" in output.err
