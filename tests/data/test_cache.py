@@ -10,7 +10,7 @@ import pytest
 
 from mlxft.config.schema import DataConfig
 from mlxft.data import cache
-from mlxft.data.fingerprint import fingerprint
+from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import load_examples, load_pairs, load_unpaired
 from mlxft.errors import InputError
 from tests.command import environment
@@ -43,7 +43,7 @@ def entries(place):
 
 def same(one, other):
     assert [row.where for row in one] == [row.where for row in other]
-    assert fingerprint(one) == fingerprint(other)
+    assert rows_digest(one) == rows_digest(other)
     assert [row.num_supervised for row in one] == [row.num_supervised for row in other]
     for name in ("num_tokens", "length", "num_supervised"):
         assert getattr(one, name).tolist() == getattr(other, name).tolist()

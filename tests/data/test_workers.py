@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mlxft.config.schema import DataConfig
-from mlxft.data.fingerprint import fingerprint
+from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import load_examples, num_workers
 from mlxft.data.workers import num_cores
 from mlxft.errors import InputError
@@ -30,7 +30,7 @@ def test_rows_and_report_are_the_same_whoever_makes_them(write_rows, make_tokeni
     tokenizer = wrapped(tmp_path / "tokenizer", eos_token_ids=[7])
     alone, said = load(path, tokenizer, num_workers=0, max_length=30)
     shared, report = load(path, tokenizer, num_workers=2, max_length=30)
-    assert fingerprint(alone) == fingerprint(shared) and said == report
+    assert rows_digest(alone) == rows_digest(shared) and said == report
     assert [each.where for each in alone] == [each.where for each in shared]
 
 
