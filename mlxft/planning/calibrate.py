@@ -20,7 +20,7 @@ from mlxft.backend import backend, shape_multiple
 from mlxft.blas import num_threads
 from mlxft.config.schema import Config
 from mlxft.planning.probe import Cost, ProbeModel, only_new_garbage
-from mlxft.planning.shape import ModelShape
+from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
 from mlxft.segmented import segments
 from mlxft.segmented.build import GradientPlan
@@ -117,6 +117,10 @@ class _AtLength:
     update: float = 0.0
 
 
+def _number_in(group: LayerGroup, indices: Sequence[int]) -> int:
+    return sum(index in group.indices for index in indices)
+
+
 def mlp_tokens(config: Config, length: int) -> int:
     """Returns how many tokens of a row of that length the MLP takes at once, of layers in halves."""
     return length if config.adapter.dropout else min(length, segments._MLP_TOKENS)
@@ -132,9 +136,6 @@ class _Probes:
         groups = shape.groups
         # The first layer of all has no gradient to hand on: where it is its group's, one more.
         self.base = [group.indices[0] for group in groups] if len(groups) > 1 else list(groups[0].indices[:2])
-        self.of_base = [
-            sum(index in group.indices for index in self.base) for group in groups
-        ]  # layers of each group
 
     def measure(self) -> Calibration:
         """Returns everything."""
@@ -146,7 +147,7 @@ class _Probes:
         return Calibration(
             rows=self.rows,
             lengths=self.lengths,
-            layers=self.of_base,
+            layers=[_number_in(group, self.base) for group in self.shape.groups],
             kept={kind: [at.kept[kind] for at in lengths] for kind in KINDS},
             working={kind: [at.working[kind] for at in lengths] for kind in KINDS},
             joined=[at.joined for at in lengths],
@@ -164,15 +165,17 @@ class _Probes:
         entering = shape.width * shape.item_bytes * self.rows * length  # a segment
         for kind in kinds:
             cost, update = self._step(self.base, self._plan(kind), length)
-            found.update = max(found.update, update)
+            found.update, found.seconds[kind] = max(found.update, update), cost.seconds
+            base = self._base_of(kind)
+            if len(base) > len(self.base):
+                cost, _ = self._step(base, self._plan(kind), length)
             if kind in ("segmented", HALVES):
                 added = [float(entering * group.is_walked) for group in groups]
             else:
-                added = [self._added(group.indices, kind, length, cost) for group in groups]
-            own = sum(each * n for each, n in zip(added, self.of_base, strict=True))
+                added = [self._added(base, group, kind, length, cost) for group in groups]
+            own = sum(each * _number_in(group, base) for each, group in zip(added, groups, strict=True))
             found.kept[kind] = added
             found.working[kind] = max(cost.num_bytes - own, 0.0)
-            found.seconds[kind] = cost.seconds
         # A segment with another one below it, to which it hands a gradient on.
         more = [index for group in groups for index in group.indices if index not in self.base][:1]
         plan = GradientPlan("segmented", len(self.base), self.in_flight)
@@ -189,6 +192,14 @@ class _Probes:
         larger = max(attention, mlp * mlp_tokens(self.config, length) / length)
         return {"attention": attention, "mlp": mlp, "beside": max(together - larger, 0.0)}
 
+    def _base_of(self, kind: str) -> list[int]:
+        """Returns the layers whose memory, beside that of one more, tells the memory of all."""
+        if kind != "checkpoint":
+            return self.base
+        # Which computes some layers again at a time, and no more of them where there are more.
+        further = [self._next_to(self.base, group) for group in self.shape.groups]
+        return [*self.base, *(index for index in further if index is not None)]
+
     def _plan(self, kind: str) -> GradientPlan:
         if kind == HALVES:
             return GradientPlan("segmented", 1, self.in_flight, halves=True)
@@ -199,14 +210,18 @@ class _Probes:
         repeat = 1 if backend() == "cpu" else 3  # a GPU compiles first
         return self.model.step(plan, self.rows, length, repeat)
 
-    def _added(self, indices: Sequence[int], kind: str, length: int, base: Cost) -> float:
-        """Returns the bytes that one more layer of a group adds; 0 where the base has all of them."""
-        more = next((index for index in indices if index not in self.base), None)
+    def _added(self, base: Sequence[int], group: LayerGroup, kind: str, length: int, cost: Cost) -> float:
+        """Returns the bytes that one more layer of a group adds to the cost of a base; 0 for one with all."""
+        more = self._next_to(base, group)
         if more is None:
             return 0.0
-        self.model.choose([*self.base, more])
-        cost, _ = self.model.step(self._plan(kind), self.rows, length)
-        return max(cost.num_bytes - base.num_bytes, 0.0)
+        self.model.choose([*base, more])
+        larger, _ = self.model.step(self._plan(kind), self.rows, length)
+        return max(larger.num_bytes - cost.num_bytes, 0.0)
+
+    def _next_to(self, base: Sequence[int], group: LayerGroup) -> Optional[int]:
+        """Returns a layer of the group that is not among those of a base."""
+        return next((index for index in group.indices if index not in base), None)
 
     def _head(self) -> tuple[dict[str, list[list[float]]], float]:
         """Returns what `Calibration.head` says, and the seconds of a product."""

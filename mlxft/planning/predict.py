@@ -146,10 +146,15 @@ class Predictor:
 
     def _beside(self, both: list[float], scores: Callable[[int, int], float], wanted: Workload) -> float:
         """Returns a figure at the wanted length: near proportion but for the scores(rows, length) in it."""
-        rows, lengths = self.calibration.rows, self.calibration.lengths
-        low, high = (scores(rows, length) for length in lengths)
-        # What takes most memory in a layer may be something else than its attention.
-        share = min(_MOST_SHARE * both[1] / high, 1.0) if high else 1.0
+        rows, (short, long) = self.calibration.rows, self.calibration.lengths
+        low, high, ratio = scores(rows, short), scores(rows, long), long / short
+        share = 1.0
+        if high:
+            # What takes most memory in a layer may be something else than its attention.
+            share = most = min(_MOST_SHARE * both[1] / high, 1.0)
+            if high > 2 * ratio * low:  # a window that only the longer probe goes beyond tells their share
+                told = (both[1] - ratio * both[0]) / (high - ratio * low)
+                share = min(max(told, most / 2), both[1] / high, 1.0)
         rest = [max(both[0] - share * low, 0.0), both[1] - share * high]
         return self._at(rest, wanted) + share * scores(wanted.rows, wanted.length)
 
