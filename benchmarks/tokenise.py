@@ -85,7 +85,10 @@ def cpu_seconds() -> float:
 
 
 def peak_bytes() -> int:
-    """Returns the process's largest resident size, and that of its largest child for each core."""
+    """Returns the process's largest resident size, and that of its largest child for each core.
+
+    Linux counts into a child's what it was forked from, so this may be more than there was.
+    """
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return (own + child * len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0])) * UNIT

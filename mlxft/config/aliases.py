@@ -73,6 +73,14 @@ _MEANT: dict[str, str] = {
         "column_map"
     ),
     "data.format": "chat_template dataset_type data_type",
+    "data.num_workers": "preprocessing_num_workers dataset_num_proc dataset_processes num_proc",
+    "data.cache": "overwrite_cache dataset_prepared_path use_cache load_from_cache_file",
+    "data.buffer": "buffer_size shuffle_buffer shuffle_buffer_size",
+    "data.subset": "dataset_config dataset_config_name config_name",
+    "data.split": "train_split dataset_split dataset_train_split",
+    "data.train, {path: ..., weight: ...} for each set": (
+        "interleave_probs mix_strategy mixing_weights dataset_weights"
+    ),
     "adapter.rank": "lora_r r lora_rank",
     "adapter.alpha": "lora_alpha",
     "adapter.alpha; its scale is alpha / rank": "scale lora_scale lora_scaling",

@@ -28,13 +28,13 @@ _WORTH_WORKERS_BYTES = 16 << 20  # a process takes a second or two to start
 
 
 def load_for(
-    objective: str, source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int, validates: bool = False
+    objective: str, sets: list[RowSet], cfg: DataConfig, tokenizer: Any, vocab_size: int
 ) -> tuple[TokenRows, DataReport]:
-    """Returns the rows of a data set as `trainer.objective` trains on them, and what became of the rows.
+    """Returns the rows of some sets as `trainer.objective` trains on them, and what became of the rows.
 
-    validates: the source is data.valid. Other arguments and errors as `load_examples`.
+    sets: as `sets_of` finds them. Other arguments and errors as `load_examples`.
     """
-    return _load(kind_for(objective), sets_of(source, cfg, validates), cfg, tokenizer, vocab_size)
+    return _load(kind_for(objective), sets, cfg, tokenizer, vocab_size)
 
 
 def load_examples(
@@ -96,16 +96,14 @@ def _load(
 
 
 def load_first(
-    objective: str, source: Any, cfg: DataConfig, tokenizer: Any, vocab_size: int, validates: bool = False,
-    number: int = 1,
-) -> tuple[TokenRows, DataReport]:  # fmt: skip
+    objective: str, sets: list[RowSet], cfg: DataConfig, tokenizer: Any, vocab_size: int, number: int
+) -> tuple[TokenRows, DataReport]:
     """Returns the first `number` rows that are left of each set, and what became of those read for it.
 
     Other arguments and errors as `load_for`.
     """
     kind = kind_for(objective)
     _check_settings(kind, cfg)
-    sets = sets_of(source, cfg, validates)
     report = _report(kind, sets, cfg)
     blocks: list[Block] = []
     for rows in sets:
@@ -125,10 +123,9 @@ def load_first(
     return made, report
 
 
-def is_large(source: Any, cfg: DataConfig, validates: bool = False) -> bool:
-    """Tells whether going through all rows takes more than a moment, or cannot be told."""
-    sets = sets_of(source, cfg, validates)
-    if cfg.streaming and not validates or any(rows.is_on_hub for rows in sets):
+def is_large(sets: list[RowSet]) -> bool:
+    """Tells whether going through all rows takes more than a moment, or has to be taken to."""
+    if any(rows.is_on_hub for rows in sets):
         return True
     return sum(part.num_bytes() for rows in sets for part in rows.parts()) >= _KEPT_BYTES
 

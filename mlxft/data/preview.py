@@ -17,6 +17,7 @@ from mlxft.data.example import Example, Pair, Unpaired
 from mlxft.data.load import is_large, load_first, load_for, mixture_in
 from mlxft.data.report import DataReport
 from mlxft.data.rows import TokenRows
+from mlxft.data.sources import sets_of
 from mlxft.data.token_text import TokenReader
 from mlxft.errors import EXIT_DONE
 from mlxft.models.load import load_tokenizer, vocabulary_size
@@ -62,10 +63,11 @@ def main(overrides: list[str]) -> int:
     folder = resolve(config.model.path, config.model.revision, with_weights=False)
     tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
     source = config.data.train if wanted.split == "train" else config.data.valid
-    validates, vocabulary = wanted.split == "valid", vocabulary_size(folder)
-    arguments = (config.trainer.objective, source, config.data, tokenizer, vocabulary, validates)
-    is_whole = not is_large(source, config.data, validates)
-    rows, report = load_for(*arguments) if is_whole else load_first(*arguments, number=wanted.rows)
+    sets = sets_of(source, config.data, validates=wanted.split == "valid")
+    is_streamed = config.data.streaming and wanted.split == "train"
+    is_whole = not (is_streamed or is_large(sets))
+    arguments = (config.trainer.objective, sets, config.data, tokenizer, vocabulary_size(folder))
+    rows, report = load_for(*arguments) if is_whole else load_first(*arguments, wanted.rows)
     ends = _ending(rows, report, config, wanted, is_whole)  # first: it may find fault
     preview = _Preview(config, wanted, TokenReader(tokenizer), report)
     preview.begin(len(rows))

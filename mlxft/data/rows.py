@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlxft.data.example import Example, Pair, Unpaired
+from mlxft.data.fingerprint import rows_digest
 
 AnyRow = Example | Pair | Unpaired
 
@@ -135,6 +136,11 @@ class TokenRows(Sequence):
     def num_supervised(self) -> np.ndarray:
         """Tokens of each row (N,) that are trained on."""
         return self._joined(lambda block: block.supervised)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of what the rows hold and of their order."""
+        return rows_digest(self)
 
     @property
     def num_prompt(self) -> int:

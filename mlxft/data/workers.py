@@ -6,6 +6,7 @@ multiprocessing's other ways to start one run the user's script anew.
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 
 from mlxft.data.chunks import RawRow, Tally, Task
 from mlxft.data.rows import Block
-from mlxft.errors import InputError
+from mlxft.errors import GuardStop, InputError
 
 _AHEAD = 2  # chunks a process that are under way: one in it, one to follow
 
@@ -107,7 +108,7 @@ class _Worker:
             self._process.stdin.flush()
             result = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise RuntimeError(self._end_told()) from error
+            raise self._end_told() from error
         if isinstance(result, Exception):
             raise result
         return result
@@ -123,8 +124,13 @@ class _Worker:
                 continue
         self._said.close()
 
-    def _end_told(self) -> str:
+    def _end_told(self) -> Exception:
         code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return GuardStop(
+                "stopped: a process that tokenised rows was killed, as systems do that run out of memory. "
+                "Lower data.num_workers; 0 tokenises without processes of its own"
+            )
         self._said.seek(0)
         said = self._said.read().decode(errors="replace").strip()
-        return f"a process that tokenised rows ended (exit code {code}); it was out of memory, or: {said}"
+        return RuntimeError(f"a process that tokenised rows ended (exit code {code}): {said}")

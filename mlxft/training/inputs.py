@@ -16,6 +16,7 @@ from mlxft.data.fingerprint import rows_digest
 from mlxft.data.load import is_large, load_first, load_for, mixture_in, stream_for
 from mlxft.data.mixture import Mixture
 from mlxft.data.rows import TokenRows, sizes_of
+from mlxft.data.sources import sets_of
 from mlxft.models.adapters import settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
@@ -46,12 +47,16 @@ class Rows:
 
     def digests(self) -> dict[str, Optional[str]]:
         """Returns {"train": ..., "valid": ...}: the same as long as tokens, masks and order are."""
-        train = rows_digest(self.train)
+        train = _digest(self.train)
         if self.stream:
             train += " " + ",".join(map(str, self.stream.source_sizes))
         if self.mixture:
             train += " " + ",".join(map(str, self.mixture.counts))
-        return {"train": train, "valid": rows_digest(self.valid) if self.valid else None}
+        return {"train": train, "valid": _digest(self.valid) if self.valid else None}
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    return rows.digest if isinstance(rows, TokenRows) else rows_digest(rows)
 
 
 def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
@@ -62,7 +67,7 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     data, objective = config.data, config.trainer.objective
 
     def loaded(source: Any, name: str, validates: bool) -> TokenRows:
-        rows, report = load_for(objective, source, data, tokenizer, vocabulary, validates)
+        rows, report = load_for(objective, sets_of(source, data, validates), data, tokenizer, vocabulary)
         for line in report.lines():
             log.info("%s: %s", name, line)
         return rows
@@ -131,9 +136,10 @@ def windows_to_plan(config: Config, tokenizer: Any, vocabulary: int) -> Windows:
     Raises: InputError with file and line.
     """
     data, objective = config.data, config.trainer.objective
-    if not is_large(data.train, data):
+    sets = sets_of(data.train, data)
+    if not (data.streaming or is_large(sets)):
         return in_windows(config, load_rows(config, tokenizer, vocabulary))
-    first, report = load_first(objective, data.train, data, tokenizer, vocabulary, number=_SAMPLED_ROWS)
+    first, report = load_first(objective, sets, data, tokenizer, vocabulary, _SAMPLED_ROWS)
     for line in report.lines():
         log.info("training rows: %s", line)
     log.info("training rows: the longest is taken to have data.max_length=%d tokens", data.max_length)

@@ -1,10 +1,15 @@
 """Rows read as they are needed: the same rows, from any place on, and few of them at a time."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from mlxft.config.schema import DataConfig
 from mlxft.data.load import load_examples, stream_for
 from mlxft.errors import InputError
+from tests.command import environment
 
 
 def write(write_rows, number):
@@ -63,3 +68,46 @@ def test_a_stream_is_one_set(write_rows):
     with pytest.raises(InputError, match="a stream is one set of rows"):
         stream([{"path": path} for path in paths])
     assert len(stream(paths).block(0, 9)[0]) == 2
+
+
+MEASURE = """
+import os, resource, sys
+from mlxft.config.schema import DataConfig
+from mlxft.data.load import load_examples, stream_for
+def peak():
+    if not os.path.exists("/proc/self/status"):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts into ru_maxrss what the process was forked from.
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+path, how = sys.argv[1:]
+if how == "streamed":
+    made, first = stream_for("sft", DataConfig(train=path, streaming=True), None, 100), 0
+    before = None
+    while first is not None:
+        first = made.block(first, 1000)[1]
+        before = before or peak()
+else:
+    load_examples(path + ".small", DataConfig(cache=True, num_workers=0), None, 100)
+    before = peak()
+    assert len(load_examples(path, DataConfig(cache=how == "kept", num_workers=0), None, 100)[0]) == 24000
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_rows_of_a_stream_or_of_a_set_that_is_kept(tmp_path):
+    """24,000 rows of 400 tokens are 48 MB as tokens and masks, and 31 MB as text."""
+    line = json.dumps({"input_ids": [7, 11, 5, 93] * 100}) + "\n"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line * 24_000)
+    (tmp_path / "rows.jsonl.small").write_text(line * 1000)
+    grown = {}
+    for how in ("held", "streamed", "kept"):
+        command = [sys.executable, "-c", MEASURE, str(path), how]
+        variables = environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        grown[how] = int(done.stdout)
+    assert grown["held"] > 40e6
+    assert grown["streamed"] < 10e6
+    assert grown["kept"] < 30e6

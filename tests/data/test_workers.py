@@ -6,10 +6,12 @@ import sys
 import pytest
 
 from mlxft.config.schema import DataConfig
+from mlxft.data.chunks import chunks_of
 from mlxft.data.fingerprint import rows_digest
-from mlxft.data.load import load_examples, num_workers
-from mlxft.data.workers import num_cores
-from mlxft.errors import InputError
+from mlxft.data.load import load_examples, make_task, num_workers
+from mlxft.data.sources import sets_of
+from mlxft.data.workers import Workers, num_cores
+from mlxft.errors import GuardStop, InputError
 from tests.command import environment
 
 
@@ -69,3 +71,14 @@ def test_how_many_processes_there_are_by_default_depends_on_how_much_there_is_to
     assert num_workers(DataConfig(), 1 << 20) == 0
     assert num_workers(DataConfig(), 1 << 30) == num_cores() > 0
     assert num_workers(DataConfig(num_workers=3), 1) == 3
+
+
+def test_a_process_that_is_killed_stops_the_run_and_a_fault_of_ours_is_told(write_rows):
+    rows = sets_of(write_rows([{"input_ids": [1, 2]}]), DataConfig())[0]
+    task = make_task("examples", rows, rows.parts(), DataConfig(), None, 9)
+    with Workers(1, task, None) as workers:
+        workers._all[0]._process.kill()
+        with pytest.raises(GuardStop, match="was killed, .* Lower data.num_workers"):
+            list(workers.made(chunks_of(rows.parts())))
+    with Workers(1, task, None) as workers, pytest.raises(RuntimeError, match="(?s)Traceback.*Attribute"):
+        list(workers.made([[("no place", b"{}")]]))
