@@ -29,6 +29,7 @@ class WindowGradient:
 
     @property
     def is_finite(self) -> bool:
+        """True if the window can be trained on."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -58,23 +59,26 @@ class Stepper:
 
         A window that is not finite changes nothing.
         """
+        sums = self.sums(batches, step)
+        if sums is None:
+            return None
         if self._is_overlapped:
-            return self._take_overlapped(batches, step, learning_rate)
-        window = self.window(batches, step)
-        if window is not None and window.is_finite:
-            self.apply(window, learning_rate)
+            # A GPU is given the update while it is at the gradients: it does not wait for them to be read.
+            mx.async_eval(self._updated(sums, learning_rate))
+            return sums.read()
+        window = sums.read()
+        if window.is_finite:
+            self.apply(sums, learning_rate)
         return window
 
     def window(self, batches: Sequence[Sequence[Row]], step: int) -> Optional[WindowGradient]:
         """Returns the gradients of the window, or None when asked to stop before its end."""
-        sums = self._summed(batches, step)
+        sums = self.sums(batches, step)
         return None if sums is None else sums.read()
 
-    def apply(self, window: WindowGradient, learning_rate: float) -> None:
+    def apply(self, sums: "WindowSums", learning_rate: float) -> None:
         """Clips the window's gradients and updates the model with them."""
-        gathered, _ = self.update.gathered(window.gradients)
-        self._put(gathered, mx.array(window.loss), mx.array(window.grad_norm), learning_rate)
-        updated = self.gradient.view.model.trainable_parameters(), self.update.state()
+        updated = self._updated(sums, learning_rate)
         if self.gradient.observe:
             self.gradient.observe("optimiser", updated)
         mx.eval(updated)
@@ -93,16 +97,8 @@ class Stepper:
     def _is_overlapped(self) -> bool:
         return self.gradient.compiled and self.gradient.observe is None
 
-    def _take_overlapped(self, batches, step: int, learning_rate: float) -> Optional[WindowGradient]:
-        """A GPU is given the update while it is at the gradients: it does not wait for them to be read."""
-        sums = self._summed(batches, step)
-        if sums is None:
-            return None
-        self._put(sums.gathered, sums.loss, sums.norm, learning_rate)
-        mx.async_eval(self.gradient.view.model.trainable_parameters())
-        return sums.read()
-
-    def _summed(self, batches: Sequence[Sequence[Row]], step: int) -> Optional["_Sums"]:
+    def sums(self, batches: Sequence[Sequence[Row]], step: int) -> Optional["WindowSums"]:
+        """Returns the window's sums, given to the device; None when asked to stop before its end."""
         params = self.gradient.view.model.trainable_parameters()
         batches, counts = self.objective.begin(batches, self.gradient.view)
         total, positions, groups = None, 0, 0
@@ -125,26 +121,31 @@ class Stepper:
         gathered, norm = self.update.gathered(total[2])
         # All in one evaluation: separately, the forward would be held or run twice.
         (mx.async_eval if self._is_overlapped else mx.eval)(total, gathered, norm)
-        return _Sums(*total, gathered, norm, int(counts["tokens"]), positions)
+        return WindowSums(*total, gathered, norm, int(counts["tokens"]), positions)
 
-    def _put(self, gathered: Any, loss: mx.array, norm: mx.array, learning_rate: float) -> None:
-        model = self.gradient.view.model
-        model.update(self.update(model.trainable_parameters(), gathered, loss, norm, learning_rate))
+    def _updated(self, sums: "WindowSums", learning_rate: float) -> Any:
+        """Puts onto the model what the gradients make of it; returns all that is new, not computed yet."""
+        model, update = self.gradient.view.model, self.update
+        model.update(
+            update(model.trainable_parameters(), sums.gathered, sums.loss, sums.norm, learning_rate)
+        )
+        return model.trainable_parameters(), update.held()
 
 
 @dataclass
-class _Sums:
-    """A window's sums, perhaps not computed yet."""
+class WindowSums:
+    """A window's sums, perhaps not computed yet. gathered: the gradients as the update takes them."""
 
     loss: mx.array
     metrics: dict[str, mx.array]
     gradients: Any
-    gathered: Any  # the gradients as the update takes them
+    gathered: Any
     norm: mx.array
     tokens: int
     positions: int
 
     def read(self) -> WindowGradient:
+        """Waits for the sums and returns them as numbers."""
         return WindowGradient(
             loss=self.loss.item(),
             grad_norm=self.norm.item(),

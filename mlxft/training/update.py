@@ -68,6 +68,10 @@ class ArrayByArray:
         self.optimizer.learning_rate = rate
         return self._update(params, gradients, loss, norm)
 
+    def held(self) -> Any:
+        """Returns what is kept from step to step, as it is kept, to be evaluated."""
+        return self.optimizer.state
+
     def state(self) -> dict[str, mx.array]:
         """Returns the optimiser's state by name."""
         return state_arrays(self.optimizer)
@@ -116,6 +120,10 @@ class EndToEnd:
         sizes = accumulate(math.prod(shape) for shape in self.shapes)
         parts = mx.split(together, list(sizes)[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def held(self) -> Any:
+        """Returns what is kept from step to step, as it is kept, to be evaluated."""
+        return self.optimizer.state, self._weights
 
     def state(self) -> dict[str, mx.array]:
         """Returns the optimiser's state by name, as if it had seen one array after the other."""
@@ -166,6 +174,10 @@ class InGroups:
         for update, part, own, ratio in parts:
             after |= update(part, own, loss, norm, rate * ratio)
         return tree_unflatten(list(after.items()))
+
+    def held(self) -> Any:
+        """Returns what is kept from step to step, as it is kept, to be evaluated."""
+        return [update.held() for update in self._updates]
 
     def state(self) -> dict[str, mx.array]:
         """Returns the optimiser's state by name, as if there were no groups."""

@@ -1,5 +1,7 @@
 """A step as a GPU takes it, compiled and given ahead, is the step that waits for its gradients."""
 
+import io
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -140,3 +142,14 @@ def test_all_are_clipped_by_one_norm():
         after = dict(tree_flatten(update(params, gathered, mx.array(1.0), norm, 1.0)))
         assert after["a.lora_a"].item() == pytest.approx(-0.6, rel=1e-5)
         assert after["a.lora_b"].item() == pytest.approx(-0.8 * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+def test_no_step_given_ahead_leaves_work_for_the_next(name):
+    """What a step doesn't evaluate, such as sgd's count of steps, would hold every step before it."""
+    taken = stepper(compiled=True, name=name)
+    taken.take(batches(0), 0, 0.01)
+    mx.synchronize()
+    left = io.StringIO()
+    mx.export_to_dot(left, *[array for _, array in tree_flatten(taken.update.held())])
+    assert "shape=rectangle" not in left.getvalue()
