@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Cells(dict):
 
 
 @dataclass(frozen=True)
-class DataFile:
+class DataFile(ABC):
     """A file of rows. name: as the user wrote it. unit: what stands between it and a row's number."""
 
     name: str
@@ -50,9 +51,9 @@ class DataFile:
         """Where the file is."""
         return path_of(self.name)
 
+    @abstractmethod
     def rows(self) -> Iterator[tuple[int, Raw]]:
         """Yields (number, row), the number being a line's or, in other files, a row's, from 1."""
-        raise NotImplementedError
 
     def num_bytes(self) -> int:
         """Returns the file's size."""

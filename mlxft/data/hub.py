@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlxft.data.files import without_nulls
 from mlxft.errors import InputError
+from mlxft.hub import first_line
+from mlxft.hub import refusal as refusal_of_hub
 
 if TYPE_CHECKING:
     from mlxft.data.sources import RowSet
 
 log = logging.getLogger("mlxft")
 
-ANSWERS_WITHIN_S = 5.0  # a hub that has not by then counts as out of reach; its client would retry for long
 _BATCH_ROWS = 512
 _SPLITS = {"train": ("train",), "valid": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
@@ -66,7 +66,7 @@ def hub_split(path: str, rows: "RowSet", streaming: bool) -> HubSplit:
 
     if not sys.stderr or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    refusal = _refusal(path, rows.revision)
+    refusal = refusal_of_hub("data set", path, rows.revision)
     if refusal is not None:
         streaming = False  # a copy can be gone through as well
         log.info("%s; a copy in the cache of data sets is used, if there is one", refusal)
@@ -82,7 +82,7 @@ def hub_split(path: str, rows: "RowSet", streaming: bool) -> HubSplit:
     except InputError:
         raise
     except Exception as error:  # whatever datasets, its readers and its HTTP client raise
-        reason = f"{refusal}, and the cache of data sets has no copy" if refusal else _first_line(error)
+        reason = f"{refusal}, and the cache of data sets has no copy" if refusal else first_line(error)
         raise InputError(
             f"{path}: there is no such file or folder, and no data set of that name can be had from the hub: "
             f"{reason}."
@@ -112,41 +112,6 @@ def _split_of(path: str, rows: "RowSet", names: list[str]) -> str:
     raise InputError(f"{path}: it has no split {wanted}, but {', '.join(names)}. Say which with split.")
 
 
-def _refusal(path: str, revision: str | None) -> str | None:
-    """Returns, within seconds, None if the hub has the data set for us, else in one line why not."""
-    from huggingface_hub import HfApi, constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "the hub was not asked (HF_HUB_OFFLINE is set)"
-    answer: list[Any] = []
-
-    def ask() -> None:
-        try:
-            answer.append(HfApi().dataset_info(path, revision=revision, timeout=ANSWERS_WITHIN_S))
-        except Exception as error:  # handed over to the thread that waits
-            answer.append(error)
-
-    # A name that does not resolve can block for longer than any timeout of the client.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ANSWERS_WITHIN_S)
-    if not answer:
-        return f"the hub ({constants.ENDPOINT}) did not answer within {ANSWERS_WITHIN_S:.0f} seconds"
-    return _told(answer[0], path, revision) if isinstance(answer[0], Exception) else None
-
-
-def _told(error: Exception, path: str, revision: str | None) -> str:
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return f"{path} is gated: accept its terms on the hub and log in (hf auth login)"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{path} has no revision {revision!r} on the hub"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub has no data set {path}, or not for you (hf auth login)"
-    return f"the hub ({constants.ENDPOINT}) cannot be reached: {_first_line(error)}"
-
-
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
     """Keeps `datasets` from asking a hub that is known not to answer: it would try for half a minute."""
@@ -160,7 +125,3 @@ def _offline(wanted: bool) -> Iterator[None]:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -3,11 +3,12 @@
 import logging
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Optional
 
 from mlxft.errors import InputError
+from mlxft.hub import first_line
+from mlxft.hub import refusal as refusal_of_hub
 from mlxft.models import packaged
 
 log = logging.getLogger("mlxft")
@@ -16,9 +17,6 @@ log = logging.getLogger("mlxft")
 _WEIGHTS = "model*.safetensors"
 _ALL_BUT_WEIGHTS = ["*.json", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 PATTERNS = [_WEIGHTS, *_ALL_BUT_WEIGHTS]
-
-# A hub that has not answered by then counts as out of reach; its client would retry for minutes.
-HUB_ANSWERS_WITHIN_S = 5.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -107,12 +105,12 @@ def _from_hub(
     from huggingface_hub import snapshot_download
 
     how = dict(revision=revision, allow_patterns=PATTERNS if with_weights else _ALL_BUT_WEIGHTS)
-    refusal = _refusal_of_hub(hub_id, revision)
+    refusal = refusal_of_hub("model", hub_id, revision)
     if refusal is None:
         try:
             return Path(snapshot_download(hub_id, **how))
         except Exception as error:  # whatever its HTTP client and its cache raise
-            refusal = f"fetching {hub_id} from the hub failed: {_first_line(error)}"
+            refusal = f"fetching {hub_id} from the hub failed: {first_line(error)}"
     tried.append(refusal)
     try:
         cached = Path(snapshot_download(hub_id, **how, local_files_only=True))
@@ -125,38 +123,6 @@ def _from_hub(
     return cached
 
 
-def _refusal_of_hub(hub_id: str, revision: Optional[str]) -> Optional[str]:
-    """Returns, within seconds, None if the hub has the model for us, else in one line why not."""
-    from huggingface_hub import HfApi, constants, errors
-
-    if constants.HF_HUB_OFFLINE:
-        return "the hub was not asked (HF_HUB_OFFLINE is set)"
-    answer = []
-
-    def ask():
-        try:
-            answer.append(HfApi().model_info(hub_id, revision=revision, timeout=HUB_ANSWERS_WITHIN_S))
-        except Exception as error:  # handed over to the thread that waits
-            answer.append(error)
-
-    # A name that does not resolve can block for longer than any timeout of the client.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_ANSWERS_WITHIN_S)
-    if not answer:
-        return f"the hub ({constants.ENDPOINT}) did not answer within {HUB_ANSWERS_WITHIN_S:.0f} seconds"
-    [result] = answer
-    if not isinstance(result, Exception):
-        return None
-    if isinstance(result, errors.GatedRepoError):
-        return f"{hub_id} is gated: accept its terms on the hub and log in (hf auth login)"
-    if isinstance(result, errors.RevisionNotFoundError):
-        return f"{hub_id} has no revision {revision!r} on the hub"
-    if isinstance(result, errors.RepositoryNotFoundError):
-        return f"the hub has no model {hub_id}, or not for you (hf auth login)"
-    return f"the hub ({constants.ENDPOINT}) cannot be reached: {_first_line(result)}"
-
-
 def _from_package(hub_id: str, package: packaged.Package, tried: list[str]) -> Optional[Path]:
     try:
         return packaged.build(package)
@@ -167,7 +133,3 @@ def _from_package(hub_id: str, package: packaged.Package, tried: list[str]) -> O
 
 def _with_revision(hub_id: str, revision: Optional[str]) -> str:
     return f"{hub_id} at {revision}" if revision else hub_id
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

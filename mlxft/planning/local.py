@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Optional
 
 from mlxft.errors import InputError
+from mlxft.hub import ANSWERS_WITHIN_S
 from mlxft.models import packaged
-from mlxft.models.resolve import HUB_ANSWERS_WITHIN_S, PATTERNS, checked_folder, has_weights, is_hub_id
+from mlxft.models.resolve import PATTERNS, checked_folder, has_weights, is_hub_id
 
 
 def local_folder(path: str, revision: Optional[str] = None, key: str = "model.path") -> Path:
@@ -49,7 +50,7 @@ def _to_fetch(hub_id: str, revision: Optional[str]) -> str:
     how = f"hf download {hub_id} fetches it, as does mlxft train"
     try:
         about = HfApi().model_info(
-            hub_id, revision=revision, files_metadata=True, timeout=HUB_ANSWERS_WITHIN_S
+            hub_id, revision=revision, files_metadata=True, timeout=ANSWERS_WITHIN_S
         )
     except Exception as error:  # whatever the hub's client raises
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -27,6 +27,13 @@ def write(tmp_path):
     return write
 
 
+def refused(path):
+    """Returns the path and what is said of it."""
+    with pytest.raises(InputError) as caught:
+        read(path)
+    return path, str(caught.value)
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_list_has_a_row_an_object(write, indent):
     rows = [{"text": "a, [b]"}, {"text": 'c"]', "more": [1, {"x": None}]}, {"text": "é\u2028"}]
@@ -59,10 +66,8 @@ def test_json_lines_in_a_file_that_ends_in_json_are_read_as_lines(write):
     ],
 )
 def test_a_faulty_json_list_is_named_with_its_row(write, text, fault):
-    path = write("rows.json", text)
-    with pytest.raises(InputError) as caught:
-        read(path)
-    assert str(caught.value).startswith(path) and fault in str(caught.value)
+    path, said = refused(write("rows.json", text))
+    assert said.startswith(path) and fault in said
 
 
 def test_a_row_of_csv_has_the_columns_names_and_its_line(write):
@@ -98,10 +103,8 @@ def test_a_mapped_column_of_csv_is_read_as_what_it_becomes(write):
     ],
 )
 def test_faulty_csv_is_named_with_its_line(write, text, fault):
-    path = write("rows.csv", text)
-    with pytest.raises(InputError) as caught:
-        read(path)
-    assert str(caught.value).startswith(path + fault)
+    path, said = refused(write("rows.csv", text))
+    assert said.startswith(path + fault)
 
 
 def test_a_null_of_parquet_is_a_key_that_is_not_there(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.command import environment
-from tests.data.hub_stand_in import COMMIT, stand_in
+from tests.hub import COMMIT, stand_in
 
 TRAIN = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -76,7 +76,7 @@ def read(tmp_path):
 
 
 def test_splits_and_configurations_are_read_row_by_row_and_nulls_left_out(read, data_set):
-    with stand_in(data_set) as (address, _):
+    with stand_in(data_set, "datasets") as (address, _):
         train, valid, other, part, streamed, no_split, no_subset = read(
             address,
             {},
@@ -96,7 +96,7 @@ def test_splits_and_configurations_are_read_row_by_row_and_nulls_left_out(read, 
 
 
 def test_the_copy_in_the_cache_is_used_when_the_hub_is_gone(read, data_set, closed):
-    with stand_in(data_set) as (address, _):
+    with stand_in(data_set, "datasets") as (address, _):
         [found, fixed, changed, other] = read(
             address, {}, {"revision": COMMIT}, {"revision": "v9"}, {"path": "owner/other"}
         )[0]

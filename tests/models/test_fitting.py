@@ -47,14 +47,17 @@ def difference(found, expected):
     return (mx.abs(found - expected).max() / mx.abs(expected).max()).item()
 
 
+def shapes(file):
+    return {name: array.shape for name, array in mx.load(str(file)).items()}
+
+
 # PEFT's layout, names and shapes as PEFT gives them.
 
 def test_a_dora_adapter_has_pefts_names_and_shapes(folders, tmp_path):
     model = moved(folders["llama"], kind="dora", targets=["k_proj"], layers="last 1")
     save_peft_adapter(tmp_path, model, "owner/base")
-    tensors = mx.load(str(tmp_path / "adapter_model.safetensors"))
     stem = "base_model.model.model.layers.1.self_attn.k_proj"
-    assert {name: array.shape for name, array in tensors.items()} == {
+    assert shapes(tmp_path / "adapter_model.safetensors") == {
         f"{stem}.lora_A.weight": (3, 64),
         f"{stem}.lora_B.weight": (32, 3),
         f"{stem}.lora_magnitude_vector": (32,),
@@ -67,9 +70,8 @@ def test_a_dora_adapter_has_pefts_names_and_shapes(folders, tmp_path):
 
 def test_a_dora_adapter_has_mlx_lms_names_and_shapes(folders, tmp_path):
     saved(folders["llama"], tmp_path, kind="dora", targets=["k_proj"], layers="last 1")
-    tensors = mx.load(str(tmp_path / "adapters.safetensors"))
     stem = "model.layers.1.self_attn.k_proj"
-    assert {name: array.shape for name, array in tensors.items()} == {
+    assert shapes(tmp_path / "adapters.safetensors") == {
         f"{stem}.lora_a": (64, 3),
         f"{stem}.lora_b": (3, 32),
         f"{stem}.m": (32,),

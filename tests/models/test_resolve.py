@@ -1,15 +1,11 @@
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,11 +13,9 @@ import pytest
 from mlxft.errors import InputError
 from mlxft.models.resolve import resolve
 from tests.command import environment, mlxft
+from tests.hub import COMMIT, stand_in
 from tests.runs import write_rows
 from tests.tiny_models import make_model
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
 
 # Folders
 
@@ -98,66 +92,6 @@ def test_a_folder_that_may_not_be_read_is_named(inside):
 
 # The hub: each test talks to a server of its own through huggingface_hub, in a process of its own.
 
-class FakeHub(BaseHTTPRequestHandler):
-    """Serves the folder `server.folder` as owner/name, the way the hub's API and file routes do."""
-
-    def do_HEAD(self):
-        self.respond(send_body=False)
-
-    def do_GET(self):
-        self.respond(send_body=True)
-
-    def respond(self, send_body):
-        path = self.path.split("?")[0].strip("/").split("/")
-        files = {f.name: f for f in self.server.folder.iterdir()}
-        if path[:4] == ["api", "models", "owner", "gated"]:
-            answer = 401, {"X-Error-Code": "GatedRepo"}, b"{}"
-        elif path[:4] != ["api", "models", "owner", "name"] and path[:2] != ["owner", "name"]:
-            answer = 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-        elif path[0] == "api" and path[4:5] == ["tree"]:
-            entries = [{"type": "file", "path": name, "size": f.stat().st_size, "oid": digest(f)}
-                       for name, f in files.items()]
-            answer = 200, {}, json.dumps(entries).encode()
-        elif path[0] == "api" and path[4:] in ([], ["revision", "main"]):
-            info = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            answer = 200, {}, json.dumps(info).encode()
-        elif path[0] == "api":
-            answer = 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
-        else:
-            file = files[path[-1]]
-            self.server.fetched.append(file.name)
-            answer = 200, {"ETag": f'"{digest(file)}"', "X-Repo-Commit": COMMIT}, file.read_bytes()
-        self.send(*answer, send_body)
-
-    def send(self, status, headers, body, send_body):
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if send_body:
-            self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def digest(file):
-    return hashlib.sha1(file.read_bytes()).hexdigest()
-
-
-@contextlib.contextmanager
-def fake_hub(folder):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.folder, server.fetched = folder, []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", server.fetched
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
 
 def elsewhere(tmp_path, endpoint, **variables):
     """Returns the variables of a process that knows only `endpoint`."""
@@ -195,7 +129,7 @@ def test_a_model_is_fetched_from_the_hub_and_found_in_its_cache_when_the_hub_is_
     folder = make_model(tmp_path / "model", "llama")
     (folder / "pytorch_model.bin").write_text("another format")
     (folder / "modeling.py").write_text("code")
-    with fake_hub(folder) as (endpoint, fetched):
+    with stand_in(folder, "models") as (endpoint, fetched):
         found, _, _ = resolve_elsewhere(tmp_path, endpoint, "owner/name")
         assert found.endswith(f"models--owner--name/snapshots/{COMMIT}")
         for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
@@ -212,7 +146,7 @@ def test_a_preview_fetches_no_weights_and_what_it_fetched_counts_as_no_model(tmp
     folder = make_model(tmp_path / "model", "llama")
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": "Hello."}])
     asked = ["model.path=owner/name", f"data.train={rows}"]
-    with fake_hub(folder) as (endpoint, fetched):
+    with stand_in(folder, "models") as (endpoint, fetched):
         shown = mlxft("preview", *asked, env=elsewhere(tmp_path, endpoint))
         assert shown.returncode == 0 and "H⟦ello.<|im_end|>⟧" in shown.stdout
         assert "tokenizer.json" in fetched and "model.safetensors" not in fetched
@@ -221,7 +155,7 @@ def test_a_preview_fetches_no_weights_and_what_it_fetched_counts_as_no_model(tmp
     assert mlxft("preview", *asked, env=elsewhere(tmp_path, closed)).stdout == shown.stdout
     text, _, _ = resolve_elsewhere(tmp_path, closed, "owner/name")
     assert "the hub's cache has no complete copy of owner/name" in text
-    with fake_hub(folder) as (endpoint, fetched):
+    with stand_in(folder, "models") as (endpoint, fetched):
         found, _, _ = resolve_elsewhere(tmp_path, endpoint, "owner/name")
         assert fetched == ["model.safetensors"] * 2  # asked what it is, then for it
         assert (Path(found) / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -233,7 +167,7 @@ def test_a_preview_fetches_no_weights_and_what_it_fetched_counts_as_no_model(tmp
     ("owner/name", "v9", "owner/name has no revision 'v9' on the hub"),
 ])
 def test_what_the_hub_refuses_is_said(tmp_path, path, revision, message):
-    with fake_hub(make_model(tmp_path / "model", "llama")) as (endpoint, _):
+    with stand_in(make_model(tmp_path / "model", "llama"), "models") as (endpoint, _):
         text, _, _ = resolve_elsewhere(tmp_path, endpoint, path, revision)
     assert message in text
 

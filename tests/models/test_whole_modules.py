@@ -117,24 +117,26 @@ def test_an_adapter_with_whole_modules_is_saved_and_loaded_with_them(tmp_path, q
         assert mx.allclose(loaded(TOKENS), load_model(folder)(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-def test_stock_mlx_lm_names_a_whole_module_that_it_does_not_load(tmp_path):
-    import mlx_lm
-
+def saved_with_norm(tmp_path):
+    """Saves an adapter with a whole norm as tmp_path / "adapter" and returns its base's folder."""
     folder = make_model(tmp_path / "base", "llama")
     model = load_model(folder)
     trained(model, modules_to_save=["norm"])
     cfg = AdapterConfig(rank=2, targets=["q_proj"], modules_to_save=["norm"])
     save_adapter(tmp_path / "adapter", model, cfg, str(folder))
+    return folder
+
+
+def test_stock_mlx_lm_names_a_whole_module_that_it_does_not_load(tmp_path):
+    import mlx_lm
+
+    folder = saved_with_norm(tmp_path)
     with pytest.raises(ValueError, match="model.norm.weight: not an adapter parameter"):
         mlx_lm.load(str(folder), adapter_path=str(tmp_path / "adapter"))
 
 
 def test_modules_that_contradict_init_from_are_refused(tmp_path):
-    folder = make_model(tmp_path / "base", "llama")
-    model = load_model(folder)
-    trained(model, modules_to_save=["norm"])
-    cfg = AdapterConfig(rank=2, targets=["q_proj"], modules_to_save=["norm"])
-    save_adapter(tmp_path / "adapter", model, cfg, str(folder))
+    folder = saved_with_norm(tmp_path)
     agreeing = AdapterConfig(init_from=str(tmp_path / "adapter"), modules_to_save=["norm"])
     apply_adapter(load_model(folder), agreeing)
     with pytest.raises(InputError, match="adapter.modules_to_save chooses lm_head and contradicts"):

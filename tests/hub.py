@@ -1,4 +1,4 @@
-"""A server that stands in for the Hugging Face hub, with one data set in it."""
+"""A server that stands in for the Hugging Face hub, with one model or data set in it."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Serves the folder `server.folder` as the data set owner/name, by the hub's API and file routes."""
+    """Serves the folder `server.folder` as owner/name, by the hub's API and file routes.
+
+    server.kind: "models" or "datasets". owner/gated is there too, and gated.
+    """
 
     def do_HEAD(self):
         self.respond(send_body=False)
@@ -33,20 +36,26 @@ class _Hub(BaseHTTPRequestHandler):
         }
 
     def respond(self, send_body):
+        kind, files = self.server.kind, self.files()
         path = self.path.split("?")[0].strip("/").split("/")
-        self.server.asked.append(self.path)
-        files = self.files()
-        if path[:4] != ["api", "datasets", "owner", "name"] and path[:3] != ["datasets", "owner", "name"]:
+        is_api = path[0] == "api"
+        # Files of a model are asked for without its kind.
+        within = ["api", kind] if is_api else [kind] * (kind == "datasets")
+        repository, rest = path[len(within) : len(within) + 2], path[len(within) + 2 :]
+        if path[: len(within)] != within or repository not in (["owner", "name"], ["owner", "gated"]):
             answer = 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-        elif path[0] == "api" and path[4:5] == ["tree"]:
-            answer = self.tree("/".join(path[6:]), files)
-        elif path[0] == "api" and path[4:] in ([], ["revision", "main"], ["revision", COMMIT]):
+        elif repository == ["owner", "gated"]:
+            answer = 401, {"X-Error-Code": "GatedRepo"}, b"{}"
+        elif is_api and rest[:1] == ["tree"]:
+            answer = self.tree("/".join(rest[2:]), files)
+        elif is_api and rest in ([], ["revision", "main"], ["revision", COMMIT]):
             siblings = [{"rfilename": name} for name in files]
             answer = 200, {}, json.dumps({"id": "owner/name", "sha": COMMIT, "siblings": siblings}).encode()
-        elif path[0] == "api":
+        elif is_api:
             answer = 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
-        elif "/".join(path[5:]) in files:
-            file = files["/".join(path[5:])]
+        elif "/".join(rest[2:]) in files:
+            file = files["/".join(rest[2:])]
+            self.server.fetched.append(file.name)
             headers = {"ETag": f'"{digest(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
             answer = self.ranged(headers, file.read_bytes())
         else:
@@ -99,14 +108,14 @@ def digest(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def stand_in(folder: Path):
-    """Yields (address, what was asked of it)."""
+def stand_in(folder: Path, kind: str):
+    """Yields (address, names of the files that were asked for)."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.folder, server.asked = folder, []
+    server.folder, server.kind, server.fetched = folder, kind, []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", server.asked
+        yield f"http://127.0.0.1:{server.server_port}", server.fetched
     finally:
         server.shutdown()
         thread.join()
