@@ -1,26 +1,25 @@
-"""Time and peak memory of one ORPO step on a pair with a long prompt, the prompt forwarded in four ways.
+"""Time and peak memory of an ORPO step on a pair with a long prompt, the prompt forwarded in three ways.
 
-    python benchmarks/shared_prompt.py [--shape smollm2|qwen3] [--prompt 1536] [--answers 256] [--steps 5]
+    python benchmarks/shared_prompt.py [--shape smollm2|qwen3] [--prompt 1536] [--answers 256] [--turns 5]
         [--ways "two forwards" pieces]
 
 two forwards    the rows prompt + chosen and prompt + rejected side by side (trainer.layout=padded)
-one by one      the same rows, each in a forward of its own
-                (as trainers do that call the model once an answer; exists only in this script)
 boolean mask    prompt, chosen and rejected in one row, what each may see as a mask over the whole row
                 (how it is usually done; exists only in this script)
 pieces          the same row, attention in pieces without a mask (trainer.layout=prefix_shared)
 
 Random weights of the shape (smollm2: SmolLM2-135M, float32 on a CPU; qwen3: Qwen3-0.6B, bfloat16), LoRA
-rank 8 on all projections. Loss and gradients, one pair a step. The ways take turns, step by step, since a
-device's speed changes as it grows warm; first turns (one on a CPU, three on a GPU) are left out, then it is
-the median of each way's. Peak: MLX's, over what the model itself takes.
+rank 8 on all projections, AdamW; one pair a step, taken as the trainer takes it. The ways take turns, since a
+device's speed changes as it grows warm: a step a turn on a CPU, five on a GPU of which the first is left
+out, as the whole first turn is. Seconds: the median over the turns of a turn's mean. Peak: MLX's, over what
+the model itself takes. Loss: of a turn's first step, which each way takes from the same weights.
 """
 
 import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,68 +52,67 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
-GPU_WARM_UP = 3  # kernels and programs are compiled in the first steps; a CPU's are warm after one
-LAYOUTS = {
-    "two forwards": "padded",
-    "one by one": "padded",
-    "boolean mask": "prefix_shared",
-    "pieces": "prefix_shared",
-}
+LAYOUTS = {"two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "prefix_shared"}
+STEPS_A_TURN = {"cpu": 1, "gpu": 5}
 
 
 class Way:
-    """One way to take the step, and what its steps took. num_prompt, num_answer: tokens."""
+    """One way to take steps, and what they took. num_prompt, num_answer: tokens."""
 
     def __init__(self, name: str, view: Any, vocabulary: int, num_prompt: int, num_answer: int):
-        import mlx.core as mx
-
         from mlxft.backend import shape_multiple
+        from mlxft.config.schema import OptimizerConfig
         from mlxft.layouts.arrange import Arranger
-        from mlxft.segmented.gradients import Gradient
+        from mlxft.segmented.build import GradientPlan, build
+        from mlxft.training import optimizer
         from mlxft.training.objectives import HeadPlan, Orpo
         from mlxft.training.objectives.preference import LossSettings
+        from mlxft.training.step import Stepper
 
         self.name, self.view = name, view
         self.sizes = num_prompt, num_answer
         multiple = 1 if name == "boolean mask" else shape_multiple()
         settings = LossSettings(0.1, nll_weight=1.0, nll_scope="full")
         objective = Orpo(HeadPlan(), Arranger(LAYOUTS[name], multiple), settings)
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        self.gradient = Gradient(view, objective, "whole", compiled=not on_cpu)
-        batches, counts = objective.begin([[random_pair(vocabulary, num_prompt, num_answer)]], view)
-        self.prepared = objective.prepare(batches[0], counts)
+        gradient = build(view, objective, GradientPlan("whole"))
+        made = optimizer.build(OptimizerConfig())
+        made.init(view.model.trainable_parameters())
+        self.stepper = Stepper(objective, gradient, made, clip_norm=1.0, seed=0, has_dropout=False)
+        self.batches = [[random_pair(vocabulary, num_prompt, num_answer)]]
         self.seconds: list[float] = []
-        self.peak_bytes, self.loss = 0, 0.0
+        self.positions, self.peak_bytes, self.loss = 0, 0, 0.0
 
-    def step(self) -> None:
-        """Takes a step and notes its seconds, peak and loss."""
+    def turn(self, start: Any, num_steps: int) -> None:
+        """Takes steps from the weights `start`; notes their mean seconds, peak and first loss."""
         import mlx.core as mx
 
+        self.view.model.update(start)
         gc.collect()
         mx.clear_cache()
         mx.reset_peak_memory()
-        params, before = self.view.model.trainable_parameters(), mx.get_active_memory()
+        before, took = mx.get_active_memory(), []
         with self.patched():
-            began = time.perf_counter()
-            result = self.gradient(params, self.prepared.inputs, self.prepared.layout)
-            mx.eval(result)
-            self.seconds.append(time.perf_counter() - began)
-        self.loss, self.peak_bytes = result[0].item(), mx.get_peak_memory() - before
+            for _ in range(num_steps):
+                began = time.perf_counter()
+                window = self.stepper.take(self.batches, len(took), 1e-4, self.batches)
+                took.append(time.perf_counter() - began)
+                if len(took) == 1:
+                    self.loss, self.positions = window.loss, window.positions
+        self.seconds.append(statistics.mean(took[1:] or took))
+        self.peak_bytes = mx.get_peak_memory() - before
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Within the block mlxft takes the step in this way, also in those that it doesn't have."""
+        """Within the block mlxft takes steps in this way, also in the one that it doesn't have."""
         from mlxft.segmented import gradients
 
-        originals = gradients.hidden_states, gradients.TrainingCache
-        if self.name == "one by one":
-            gradients.hidden_states = row_by_row(gradients.hidden_states)
+        original = gradients.TrainingCache
         if self.name == "boolean mask":
             gradients.TrainingCache = masked_cache(*self.sizes)
         try:
             yield
         finally:
-            gradients.hidden_states, gradients.TrainingCache = originals
+            gradients.TrainingCache = original
 
 
 def random_view(shape: str):
@@ -150,17 +148,6 @@ def random_pair(vocabulary: int, num_prompt: int, num_answer: int):
     return Pair(*tokens, np.ones(num_answer, bool), np.ones(num_answer, bool), "")
 
 
-def row_by_row(hidden_states: Callable) -> Callable:
-    """Returns hidden_states for one row of tokens (B, T) after the other."""
-    import mlx.core as mx
-
-    def each(view, tokens, *rest):
-        rows = mx.split(tokens, tokens.shape[0])
-        return mx.concatenate([hidden_states(view, row, *rest) for row in rows])
-
-    return each
-
-
 def masked_cache(num_prompt: int, num_answer: int):
     """Returns a training cache that attends through one boolean mask over the whole row."""
     import mlx.core as mx
@@ -188,34 +175,34 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--prompt", type=int, default=1536)
     parser.add_argument("--answers", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=5)
-    usual = [name for name in LAYOUTS if name != "one by one"]
-    parser.add_argument("--ways", nargs="+", choices=LAYOUTS, default=usual)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     options = parser.parse_args()
-    for way in measure(options.ways, options.shape, options.prompt, options.answers, options.steps):
+    for way in measure(options.ways, options.shape, options.prompt, options.answers, options.turns):
         print(way, flush=True)
 
 
-def measure(names: list[str], shape: str, num_prompt: int, num_answer: int, steps: int) -> Iterator[str]:
+def measure(names: list[str], shape: str, num_prompt: int, num_answer: int, turns: int) -> Iterator[str]:
     """Yields a table, line by line."""
     import mlxft  # noqa: F401  first: MLX binds to the BLAS it finds when it is imported
 
     import mlx.core as mx  # isort: skip
 
-    warm_up = 1 if mx.default_device().type == mx.DeviceType.cpu else GPU_WARM_UP
+    device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+    num_steps = STEPS_A_TURN[device]
     view = random_view(shape)
+    start = view.model.trainable_parameters()
     ways = [Way(name, view, SHAPES[shape]["vocab_size"], num_prompt, num_answer) for name in names]
-    for _ in range(steps + warm_up):
+    for _ in range(1 + turns):
         for way in ways:
-            way.step()
-    yield f"{shape}, prompt {num_prompt}, answers of {num_answer}, one pair a step, {steps} steps each"
+            way.turn(start, num_steps)
+    took = [statistics.median(way.seconds[1:]) for way in ways]
+    yield f"{shape}, prompt {num_prompt}, answers of {num_answer}, one pair a step, {turns} turns each"
     yield f"{'way':<14} {'positions':>9} {'seconds':>9} {'peak GB':>8} {'faster':>7}  loss"
-    base = statistics.median(ways[0].seconds[warm_up:])
-    for way in ways:
-        seconds = statistics.median(way.seconds[warm_up:])
+    for way, seconds in zip(ways, took, strict=True):
         yield (
-            f"{way.name:<14} {way.prepared.num_positions:>9,} {seconds:>9.3f} {way.peak_bytes / 1e9:>8.2f} "
-            f"{base / seconds:>6.2f}x  {way.loss:.5f}"
+            f"{way.name:<14} {way.positions:>9,} {seconds:>9.3f} {way.peak_bytes / 1e9:>8.2f} "
+            f"{took[0] / seconds:>6.2f}x  {way.loss:.5f}"
         )
 
 

@@ -3,6 +3,7 @@
 Shapes: B rows, N query heads, K key heads, Q queries, S keys, D head width, W window.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -11,7 +12,7 @@ import mlx.core as mx
 from mlxft.backend import backend, shape_multiple
 from mlxft.layouts.blocks import causal_in_blocks
 from mlxft.layouts.fold import folding
-from mlxft.layouts.pieces import Layout
+from mlxft.layouts.pieces import Layout, Span
 
 # cuDNN's backward is linear in memory only for query counts that are multiples of this (MLX 0.32.4,
 # H200: 8,191 queries 30.6 ms and 6.8 GB, padded to 8,192 3.7 ms and 0.34 GB).
@@ -50,31 +51,70 @@ def attend(q, k, v, layout: Layout, how: LayerAttention) -> mx.array:
     if len(layout.pieces) == 1 and len(layout.pieces[0].keys) == 1:
         return _attend_one(q, k, v, how)
     if layout.length >= _LONG_PIECE * len(layout.pieces):
-        parts = zip(_queries(q, layout), _keys(k, layout), _keys(v, layout), strict=True)
-        return mx.concatenate([_attend_one(*part, how) for part in parts], axis=2)
+        return _attend_each(q, k, v, layout, how)
     folded = folding(layout, shape_multiple())
     groups = zip(folded.queries(q), folded.keys(k), folded.keys(v), strict=True)
     return folded.unfolded([_attend_one(*group, how) for group in groups])
 
 
-def _queries(x: mx.array, layout: Layout) -> list[mx.array]:
-    """Returns each piece's queries, of x (B, N, length, D)."""
-    return mx.split(x, [piece.start for piece in layout.pieces[1:]], axis=2)
+def _attend_each(q, k, v, layout: Layout, how: LayerAttention) -> mx.array:
+    """One call a piece.
 
-
-def _keys(x: mx.array, layout: Layout) -> list[mx.array]:
-    """Returns what each piece sees, of x (B, K, length, D).
-
-    The row is split once where any range begins or ends: the backward of a split is one concatenation,
-    that of many slices an array of zeros each.
+    Cut and put together along the tokens of (B, length, heads, D), the order that projections have them in:
+    whole runs of memory are copied.
     """
-    edges = sorted({edge for piece in layout.pieces for span in piece.keys for edge in span})
-    between = dict(zip(edges[:-1], mx.split(x, edges[1:-1], axis=2), strict=True))
-    seen = [
-        [part for edge, part in between.items() if any(start <= edge < stop for start, stop in piece.keys)]
-        for piece in layout.pieces
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    queries = mx.split(q, [piece.start for piece in layout.pieces[1:]], axis=1)
+    keys_of = _gathering([_joined(piece.keys) for piece in layout.pieces])
+    outputs = [
+        _attend_one(*(x.swapaxes(1, 2) for x in part), how).swapaxes(1, 2)
+        for part in zip(queries, keys_of(k), keys_of(v), strict=True)
     ]
-    return [parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2) for parts in seen]
+    return mx.concatenate(outputs, axis=1).swapaxes(1, 2)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Returns the spans, those that continue each other made one."""
+    joined = [spans[0]]
+    for start, stop in spans[1:]:
+        if joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _gathering(spans_of: list[list[Span]]) -> Callable:
+    """Returns x (B, length, K, D) -> what each piece sees, its spans end to end, (B, S, K, D) each.
+
+    With a backward of its own: that of a slice is an array of zeros of the whole length, one a slice.
+    """
+    edges = sorted({edge for spans in spans_of for span in spans for edge in span})
+
+    @mx.custom_function
+    def gathered(x):
+        cut = [[x[:, start:stop] for start, stop in spans] for spans in spans_of]
+        return [parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1) for parts in cut]
+
+    @gathered.vjp
+    def backward(x, d_gathered, _):
+        between = zip(edges[:-1], edges[1:], strict=True)
+        return mx.concatenate([_summed(d_gathered, spans_of, *span) for span in between], axis=1)
+
+    return gathered
+
+
+def _summed(d_gathered: list[mx.array], spans_of: list[list[Span]], first: int, last: int) -> mx.array:
+    """Returns the sum of what the pieces' gradients hold for [first, last), which no span begins within."""
+    total = None
+    for d_piece, spans in zip(d_gathered, spans_of, strict=True):
+        place = 0
+        for start, stop in spans:
+            if start <= first and last <= stop:
+                own = d_piece[:, place + first - start : place + last - start]
+                total = own if total is None else total + own
+            place += stop - start
+    return total
 
 
 def _attend_one(q, k, v, how: LayerAttention) -> mx.array:

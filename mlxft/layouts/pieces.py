@@ -9,6 +9,8 @@ The same few shapes describe every layout; attention and RoPE read nothing else.
 
 from dataclasses import dataclass
 
+Span = tuple[int, int]  # positions of the row, [start, stop)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -21,7 +23,7 @@ class Piece:
 
     start: int
     stop: int
-    keys: tuple[tuple[int, int], ...]
+    keys: tuple[Span, ...]
     position: int
 
     @property

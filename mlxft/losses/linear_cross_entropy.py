@@ -2,7 +2,9 @@
 
 Shapes: M supervised tokens, H width, V vocabulary.
     z = head(hidden) (M, V);  log p(y) = z[y] - logsumexp(z), reduced in float32
-A chunk's logits exist once in the forward and once more in the backward, which recomputes them.
+A frozen head's chunk of logits is made once: log p(y) of a token depends on its own hidden state only, so
+that its gradient can be made along with it, (M, H), before it is known what the token will count. A trained
+head's gradient adds up over tokens and has to know: its logits are made once more in the backward.
 """
 
 from dataclasses import dataclass, field
@@ -16,8 +18,8 @@ from mlx.utils import tree_map
 class Head:
     """A head that may be trained: `apply(params, hidden (M, H)) -> logits (M, V)`.
 
-    params: a tree of arrays that the gradient flows into; empty for a frozen head. differentiated: the
-    loss is about to be: where it can be, its gradient is made along with it, from the same logits.
+    params: a tree of arrays that the gradient flows into; empty for a frozen head. differentiated: what
+    is computed is about to be: where it can be, its gradient is made along with it, from the same logits.
     """
 
     apply: Callable[[Any, mx.array], mx.array]
@@ -41,9 +43,50 @@ def linear_logps(
     makes all logits at once and keeps them for the backward, which is faster where they fit.
     """
     head = as_head(head)
-    if chunk is None or targets.shape[0] <= chunk:
+    if chunk is None:
         return _token_logps(head.apply(head.params, hidden), targets)
+    if head.differentiated and not head.params:
+        return _with_own_gradients(head, targets, chunk)(hidden)[0]
     return _chunked(head, targets, chunk)(head.params, hidden)
+
+
+def _with_own_gradients(head: Head, targets: mx.array, chunk: int) -> Callable:
+    """Returns f(hidden) -> (logps (M,), the gradient (M, H) of each by its own hidden state).
+
+    For a frozen head. The backward multiplies: a chunk's logits are made once for both.
+    """
+
+    @mx.custom_function
+    def forward(hidden):
+        logps: list[mx.array] = []
+        gradients: list[mx.array] = []
+        for span in _spans(targets, chunk):
+            rows = mx.depends(hidden[span], [logps[-1], gradients[-1]]) if logps else hidden[span]
+            part, gradient = _own_gradients(head, rows, targets[span])
+            logps.append(part)
+            gradients.append(gradient)
+        return mx.concatenate(logps), mx.concatenate(gradients)
+
+    @forward.vjp
+    def backward(_, cotangents, outputs):
+        return _times_rows(cotangents[0], outputs[1])
+
+    return forward
+
+
+def _own_gradients(head: Head, rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns the log-probabilities of a chunk and the gradient of each by its own row of `rows`."""
+
+    def logps(rows):
+        return _token_logps(head.apply(head.params, rows), targets)
+
+    (values,), (gradients,) = mx.vjp(logps, [rows], [mx.ones(targets.shape)])
+    return values, gradients
+
+
+def _times_rows(weights: mx.array, rows: mx.array) -> mx.array:
+    """Returns rows (M, H) times what each counts, (M,), in the type of the rows, rounded once."""
+    return (weights[:, None] * rows.astype(mx.float32)).astype(rows.dtype)
 
 
 def _chunked(head: Head, targets: mx.array, chunk: int) -> Callable:
@@ -88,13 +131,16 @@ def linear_cross_entropy(
     hidden: (M, H). targets: (M,). Other arguments as in `linear_logps`.
     """
     head = as_head(head)
-    if head.differentiated and chunk is not None and targets.shape[0] > chunk:
+    if head.differentiated and head.params and chunk is not None:
         return _with_gradient(head, targets, weights, chunk)(head.params, hidden)[0]
     return -(weights * linear_logps(hidden, head, targets, chunk)).sum()
 
 
 def _with_gradient(head: Head, targets: mx.array, weights: mx.array, chunk: int) -> Callable:
-    """Returns f(params, hidden) -> (loss, its gradients): a chunk's logits are made once for both."""
+    """Returns f(params, hidden) -> (loss, its gradients): a chunk's logits are made once for both.
+
+    For a trained head, of which the weights have to be known before.
+    """
 
     @mx.custom_function
     def forward(params, hidden):
@@ -125,12 +171,19 @@ def stepped_gradients(
     loss_of: (M,) log-probabilities -> (loss, metrics). For use outside of any graph: what is evaluated
     within one keeps all that it was made of, and a GPU frees nothing of what it was given to do together.
     """
-    parts = []
+    logps, gradients = [], []
     for span in _spans(targets, chunk):
-        parts.append(_token_logps(head.apply(head.params, hidden[span]), targets[span]))
-        mx.eval(parts[-1])
-    value, d_logps = mx.value_and_grad(loss_of)(mx.concatenate(parts))
+        if head.params:
+            logps.append(_token_logps(head.apply(head.params, hidden[span]), targets[span]))
+        else:
+            part, gradient = _own_gradients(head, hidden[span], targets[span])
+            logps.append(part)
+            gradients.append(gradient)
+        mx.eval(logps[-1:], gradients[-1:])
+    value, d_logps = mx.value_and_grad(loss_of)(mx.concatenate(logps))
     mx.eval(value, d_logps)
+    if not head.params:
+        return value, head.params, _times_rows(d_logps, mx.concatenate(gradients))
     _, d_params, d_hidden = stepped_cross_entropy(head, hidden, targets, -d_logps, chunk)
     return value, d_params, d_hidden
 
@@ -142,14 +195,19 @@ def stepped_cross_entropy(
 
     A chunk's logits are made once for both.
     """
-    loss, d_params, d_hidden = mx.zeros(()), head.params, []
+    if not head.params:  # in the arithmetic of `linear_cross_entropy`
+        (loss, _), d_params, d_hidden = stepped_gradients(
+            head, hidden, targets, lambda logps: (-(weights * logps).sum(), {}), chunk
+        )
+        return loss, d_params, d_hidden
+    loss, d_params, parts = mx.zeros(()), head.params, []
     for span in _spans(targets, chunk):
         part, (d_part, d_rows) = _part(head, head.params, hidden[span], targets[span], weights[span])
-        d_params = tree_map(mx.add, d_params, d_part) if d_hidden else d_part
+        d_params = tree_map(mx.add, d_params, d_part) if parts else d_part
         loss = loss + part
-        d_hidden.append(d_rows)
+        parts.append(d_rows)
         mx.eval(loss, d_params, d_rows)
-    return loss, d_params, mx.concatenate(d_hidden)
+    return loss, d_params, mx.concatenate(parts)
 
 
 def _spans(targets: mx.array, chunk: int) -> list[slice]:
