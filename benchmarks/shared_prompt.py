@@ -1,9 +1,11 @@
-"""Time and peak memory of an ORPO step on a pair with a long prompt, the prompt forwarded in three ways.
+"""Time and peak memory of an ORPO step on a pair with a long prompt, the prompt forwarded in four ways.
 
     python benchmarks/shared_prompt.py [--shape smollm2|qwen3] [--prompt 1536] [--answers 256] [--turns 5]
         [--ways "two forwards" pieces]
 
-two forwards    the rows prompt + chosen and prompt + rejected side by side (trainer.layout=padded)
+one by one      the row prompt + chosen, then the row prompt + rejected, each in a forward of its own
+                (as trainers do that call the model once an answer; exists only in this script)
+two forwards    the same rows side by side (trainer.layout=padded)
 boolean mask    prompt, chosen and rejected in one row, what each may see as a mask over the whole row
                 (how it is usually done; exists only in this script)
 pieces          the same row, attention in pieces without a mask (trainer.layout=prefix_shared)
@@ -52,7 +54,12 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
-LAYOUTS = {"two forwards": "padded", "boolean mask": "prefix_shared", "pieces": "prefix_shared"}
+LAYOUTS = {
+    "one by one": "padded",
+    "two forwards": "padded",
+    "boolean mask": "prefix_shared",
+    "pieces": "prefix_shared",
+}
 STEPS_A_TURN = {"cpu": 1, "gpu": 5}
 
 
@@ -94,7 +101,7 @@ class Way:
         with self.patched():
             for _ in range(num_steps):
                 began = time.perf_counter()
-                window = self.stepper.take(self.batches, len(took), 1e-4, self.batches)
+                window = self.stepper.take(self.batches, len(took), 1e-4)
                 took.append(time.perf_counter() - began)
                 if len(took) == 1:
                     self.loss, self.positions = window.loss, window.positions
@@ -107,6 +114,8 @@ class Way:
         from mlxft.segmented import gradients
 
         original = gradients.TrainingCache
+        if self.name == "one by one":
+            self.stepper.gradient._run_layers = row_by_row
         if self.name == "boolean mask":
             gradients.TrainingCache = masked_cache(*self.sizes)
         try:
@@ -146,6 +155,15 @@ def random_pair(vocabulary: int, num_prompt: int, num_answer: int):
     sizes = (num_prompt, num_answer, num_answer)
     tokens = [random.integers(0, vocabulary, size).astype(np.int32) for size in sizes]
     return Pair(*tokens, np.ones(num_answer, bool), np.ones(num_answer, bool), "")
+
+
+def row_by_row(view, state: tuple, cache):
+    """Runs all layers on one row of the state, arrays (B, T, H), after the other."""
+    import mlx.core as mx
+
+    rows = zip(*(mx.split(array, len(array)) for array in state), strict=True)
+    ran = [view.run(row, 0, view.num_layers, cache) for row in rows]
+    return tuple(mx.concatenate(arrays) for arrays in zip(*ran, strict=True))
 
 
 def masked_cache(num_prompt: int, num_answer: int):

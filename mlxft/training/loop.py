@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Optional, Protocol, Sequence
 
@@ -20,7 +20,7 @@ from mlxft.training.non_finite import first_non_finite
 from mlxft.training.objectives.common import Row
 from mlxft.training.optimizer import learning_rate
 from mlxft.training.signals import StopRequest
-from mlxft.training.step import Batches, Stepper, WindowGradient
+from mlxft.training.step import Stepper, WindowGradient
 from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
@@ -79,7 +79,6 @@ class Loop:
     identity: dict[str, Any]
     progress: Progress
     saved_step: int
-    _following: Optional[Batches] = field(default=None, init=False)
 
     def run(self) -> str:
         """Trains to the end and returns "completed" or "early_stopped".
@@ -114,10 +113,9 @@ class Loop:
         step = self.progress.step
         self.memory.begin(step + 1)
         rate = learning_rate(step, self.total_steps, self.config.optimizer.lr, self.config.schedule)
-        batches = self._following or self.windows.at(step)
-        self._following = self.windows.at_hand(step + 1) if step + 1 < self.total_steps else None
+        batches = self.windows.at(step)
         with memory_guard(f"step {step + 1}", batches):
-            window = self.stepper.take(batches, step, rate, self._following)
+            window = self.stepper.take(batches, step, rate)
             if window is None:
                 return False
         self._account(window, rate, time.perf_counter() - began)

@@ -1,25 +1,19 @@
 """One optimiser step: a window's counts, its gradients added up, clipped, applied or skipped."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Callable, Optional, Sequence
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlxft.layouts.noise import noise_inputs
 from mlxft.segmented.build import AnyGradient
-from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives.common import Objective, Row
 from mlxft.training.optimizer import Grouping
 from mlxft.training.update import Update, make_update
 from mlxft.training.windows import dropout_key_data, noise_key_data
-
-# Of an optimiser step: its micro-batches, each its rows.
-Batches = Sequence[Sequence[Row]]
 
 
 @dataclass
@@ -57,19 +51,12 @@ class Stepper:
     group_of: Optional[Grouping] = None
     should_stop: Callable[[], bool] = lambda: False
     _update: Optional[Update] = field(default=None, init=False)
-    _begun: Optional["_Begun"] = field(default=None, init=False)
 
     def take(
-        self,
-        batches: Batches,
-        step: int,
-        learning_rate: float,
-        following: Optional[Batches] = None,
+        self, batches: Sequence[Sequence[Row]], step: int, learning_rate: float
     ) -> Optional[WindowGradient]:
         """Takes an optimiser step and returns its window, or None when asked to stop before its end.
 
-        following: the batches of the step after, if that one is to be taken next, with this very list: a
-        GPU's program for it is put together while the GPU is at this step.
         A window that is not finite changes nothing.
         """
         sums = self.sums(batches, step)
@@ -78,16 +65,13 @@ class Stepper:
         if self._is_overlapped:
             # A GPU is given the update while it is at the gradients: it does not wait for them to be read.
             mx.async_eval(self._updated(sums, learning_rate))
-            if following and isinstance(self.gradient, Gradient):  # others compute as they are called
-                self._begun = self._begin(following, step + 1)
-                self._begun.build_first()
             return sums.read()
         window = sums.read()
         if window.is_finite:
             self.apply(sums, learning_rate)
         return window
 
-    def window(self, batches: Batches, step: int) -> Optional[WindowGradient]:
+    def window(self, batches: Sequence[Sequence[Row]], step: int) -> Optional[WindowGradient]:
         """Returns the gradients of the window, or None when asked to stop before its end."""
         sums = self.sums(batches, step)
         return None if sums is None else sums.read()
@@ -103,10 +87,9 @@ class Stepper:
     def update(self) -> Update:
         """What applies gradients; made late, after a resume."""
         if self._update is None:
+            params = self.gradient.view.model.trainable_parameters()
             compiled = self.gradient.compiled
-            self._update = make_update(
-                self.optimizer, self.clip_norm, self._params(), compiled, self.group_of
-            )
+            self._update = make_update(self.optimizer, self.clip_norm, params, compiled, self.group_of)
             self.optimizer = self._update.optimizer  # whose state it may have put into another form
         return self._update
 
@@ -114,39 +97,16 @@ class Stepper:
     def _is_overlapped(self) -> bool:
         return self.gradient.compiled and self.gradient.observe is None
 
-    def sums(self, batches: Batches, step: int) -> Optional["WindowSums"]:
+    def sums(self, batches: Sequence[Sequence[Row]], step: int) -> Optional["WindowSums"]:
         """Returns the window's sums, given to the device; None when asked to stop before its end."""
-        begun, self._begun = self._begun, None
-        if begun is None or not begun.is_of(batches, step, self._params()):
-            begun = self._begin(batches, step)
-        total, positions = None, 0
-        for micro in range(begun.num_batches):
+        params = self.gradient.view.model.trainable_parameters()
+        batches, counts = self.objective.begin(batches, self.gradient.view)
+        total, positions, groups = None, 0, 0
+        for micro, batch in enumerate(batches):
             if self.should_stop():
                 return None
-            part, added = begun.part()
-            positions += added
-            total = part if total is None else tree_map(mx.add, total, part)
-            if micro < begun.num_batches - 1:
-                mx.eval(total)
-        gathered, norm = self.update.gathered(total[2])
-        # All in one evaluation: separately, the forward would be held or run twice.
-        (mx.async_eval if self._is_overlapped else mx.eval)(total, gathered, norm)
-        return WindowSums(*total, gathered, norm, begun.tokens, positions)
-
-    def _params(self) -> Any:
-        return self.gradient.view.model.trainable_parameters()
-
-    def _begin(self, batches: Batches, step: int) -> "_Begun":
-        arranged, counts = self.objective.begin(batches, self.gradient.view)
-        params = self._params()
-        parts = self._parts(arranged, counts, step, params)
-        return _Begun(batches, step, params, len(arranged), int(counts["tokens"]), parts)
-
-    def _parts(self, batches: Batches, counts: dict, step: int, params: Any) -> Iterator[tuple[Any, int]]:
-        """Yields each micro-batch's (loss, metrics, gradients) and how many positions it forwards."""
-        groups = 0
-        for micro, batch in enumerate(batches):
             prepared = self.objective.prepare(batch, counts)
+            positions += prepared.num_positions
             inputs = prepared.inputs
             if self.has_dropout:
                 inputs["dropout_key"] = mx.array(dropout_key_data(self.seed, step, micro))
@@ -154,7 +114,14 @@ class Stepper:
                 key = noise_key_data(self.seed, step)
                 inputs |= noise_inputs(prepared.arranged, groups, self.noise_alpha, key)
                 groups += len(prepared.arranged.groups)
-            yield self.gradient(params, inputs, prepared.layout), prepared.num_positions
+            part = self.gradient(params, inputs, prepared.layout)
+            total = part if total is None else tree_map(mx.add, total, part)
+            if micro < len(batches) - 1:
+                mx.eval(total)
+        gathered, norm = self.update.gathered(total[2])
+        # All in one evaluation: separately, the forward would be held or run twice.
+        (mx.async_eval if self._is_overlapped else mx.eval)(total, gathered, norm)
+        return WindowSums(*total, gathered, norm, int(counts["tokens"]), positions)
 
     def _updated(self, sums: "WindowSums", learning_rate: float) -> Any:
         """Puts onto the model what the gradients make of it; returns all that is new, not computed yet."""
@@ -163,31 +130,6 @@ class Stepper:
             update(model.trainable_parameters(), sums.gathered, sums.loss, sums.norm, learning_rate)
         )
         return model.trainable_parameters(), update.held()
-
-
-@dataclass
-class _Begun:
-    """A window about to be computed. parts: of its micro-batches, computed or built as they are taken."""
-
-    batches: Batches
-    step: int
-    params: Any
-    num_batches: int
-    tokens: int
-    parts: Iterator[tuple[Any, int]]
-
-    def build_first(self) -> None:
-        """Builds the first micro-batch's part now."""
-        self.parts = chain([next(self.parts)], self.parts)
-
-    def part(self) -> tuple[Any, int]:
-        """Returns the next micro-batch's part."""
-        return next(self.parts)
-
-    def is_of(self, batches: Batches, step: int, params: Any) -> bool:
-        """True if this is of these batches, at this step, of a model that has not changed since."""
-        same = zip(tree_flatten(self.params), tree_flatten(params), strict=True)
-        return batches is self.batches and step == self.step and all(one[1] is two[1] for one, two in same)
 
 
 @dataclass

@@ -42,10 +42,6 @@ class StreamWindows:
         first = (step - self._begin.step) * self._accumulate
         return [[self._rows[i] for i in batch] for batch in self._batches[first : first + self._accumulate]]
 
-    def at_hand(self, step: int) -> Optional[list[list[Row]]]:
-        """Returns the micro-batches of `step`, or None if the next block has to be read for them."""
-        return self.at(step) if 0 <= step - self._begin.step < self._num_steps else None
-
     def state(self) -> dict[str, Any]:
         """Returns what a resume has to know beside the step: where the present block begins."""
         return {"stream": asdict(self._begin)}

@@ -34,10 +34,6 @@ class Windows:
         batches = self.order.epoch(epoch)[window * self.accumulate : (window + 1) * self.accumulate]
         return [[self.rows[i] for i in batch] for batch in batches]
 
-    def at_hand(self, step: int) -> Optional[list[list[Row]]]:
-        """Returns the micro-batches of `step` if nothing has to be read for them; here, always."""
-        return self.at(step)
-
     def state(self) -> dict[str, Any]:
         """Returns what a resume has to know beside the step: nothing."""
         return {}

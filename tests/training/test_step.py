@@ -68,28 +68,6 @@ def test_a_step_given_ahead_is_the_step_that_waits(name, groups):
         assert np.abs(arrays(ahead)[key] - array).max() <= limit * max(np.abs(array).max(), 1e-6), key
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_program_put_together_ahead_is_of_the_model_as_it_is_when_the_step_is_taken(changed):
-    told, untold = stepper(compiled=True), stepper(compiled=True)
-    windows = [batches(step) for step in range(3)]
-    for step, following in zip(range(3), [*windows[1:], None], strict=True):
-        one = told.take(windows[step], step, 0.01, following)
-        assert one.loss == untold.take(windows[step], step, 0.01).loss
-        if changed and step == 0:
-            for taken in (told, untold):
-                layer = taken.gradient.view.layers[0].self_attn.q_proj
-                layer.lora_a = layer.lora_a * 2
-    for key, array in arrays(untold).items():
-        assert np.array_equal(arrays(told)[key], array), key
-
-
-def test_a_program_put_together_ahead_is_not_used_for_other_rows():
-    told, untold = stepper(compiled=True), stepper(compiled=True)
-    told.take(batches(0), 0, 0.01, batches(1))
-    untold.take(batches(0), 0, 0.01)
-    assert told.take(batches(2), 1, 0.01).loss == untold.take(batches(2), 1, 0.01).loss
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_window_that_is_not_finite_changes_nothing(compiled):
     taken = stepper(compiled)
