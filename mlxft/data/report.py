@@ -1,7 +1,7 @@
 """What became of a set's rows on the way to training, in numbers and in sentences."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class DataReport:
     of the prompts of pairs and unpaired rows. max_length, median_length: of a row in tokens, of a pair with
     its longer answer. num_identical: pairs of equal answers. num_wanted: answers with the label true.
     num_unended: answers without an end token. num_skipped: faulty rows that were passed over.
+    num_tools_unread: rows with tools that the chat template doesn't write. num_untemplated: rows of text, of
+    a model that has a chat template.
     """
 
     source: str
@@ -45,15 +47,15 @@ class DataReport:
     num_wanted: int = 0
     num_unended: int = 0
     num_skipped: int = 0
+    num_tools_unread: int = 0
+    num_untemplated: int = 0
 
     def add(self, task: Task, tally: Tally) -> None:
         """Adds what became of a set's rows."""
         if task.form.format not in self.format.split(" and "):
             self.format = " and ".join(filter(None, (self.format, task.form.format)))
-        self.num_rows += tally.num_rows
-        self.num_skipped += tally.num_skipped
-        self.num_unended += tally.num_unended
-        self.num_identical += tally.num_identical
+        for name in (each.name for each in fields(tally) if each.name.startswith("num_")):
+            setattr(self, name, getattr(self, name) + getattr(tally, name))
         self.dropped.update(tally.dropped)
         self.truncated.update(tally.truncated)
         for name in ("dropped_at", "truncated_at", "skipped_at"):
@@ -108,6 +110,16 @@ class DataReport:
             lines.append(
                 f"answers that this chat template ends with no token: {self.num_unended:,}; "
                 "they do not teach the model where to stop"
+            )
+        if self.num_tools_unread:
+            lines.append(
+                f"rows with tools, which this chat template does not write: {self.num_tools_unread:,}; the "
+                "model learns their answers without having been told of the tools"
+            )
+        if self.num_untemplated:
+            lines.append(
+                f"rows of plain text: {self.num_untemplated:,}; the model's chat template is not put around "
+                "them. Give prompts and answers as messages for a model that is to chat"
             )
         return lines
 
