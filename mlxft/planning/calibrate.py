@@ -23,7 +23,7 @@ from mlxft.planning.probe import Cost, ProbeModel, only_new_garbage
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
 from mlxft.segmented import segments
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 
 log = logging.getLogger("mlxft")
 
@@ -123,7 +123,7 @@ def _number_in(group: LayerGroup, indices: Sequence[int]) -> int:
 
 def mlp_tokens(config: Config, length: int) -> int:
     """Returns how many tokens of a row of that length the MLP takes at once, of layers in halves."""
-    return length if config.adapter.dropout else min(length, segments._MLP_TOKENS)
+    return length if config.adapter.dropout else min(length, segments.MLP_TOKENS)
 
 
 class _Probes:

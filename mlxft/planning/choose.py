@@ -16,7 +16,7 @@ from mlxft.planning.calibrate import calibrate
 from mlxft.planning.predict import Prediction, Predictor, resting_bytes, upper_bound
 from mlxft.planning.shape import ModelShape, model_bytes_in, shape_in
 from mlxft.planning.workload import Workload
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 
 SEGMENT_LAYERS = (1, 2, 4)
 _OBVIOUS_SHARE = 1 / 4  # of the limit: a bound below it needs no probe

@@ -14,7 +14,7 @@ from mlxft.config.schema import Config
 from mlxft.planning.calibrate import HALVES, MOST_CHUNKS, Calibration, mlp_tokens
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives import HeadPlan
 from mlxft.training.reference import is_the_start
 

@@ -23,7 +23,7 @@ PLANS = {
 
 def surveyed(model, data, *overrides):
     words = [f"model.path={model}", f"data.train={data}", "data.format=tokens", *overrides]
-    return survey(compose(words, command="plan").config)
+    return survey(compose(words, command="plan"))
 
 
 def predicted(model, data, *overrides):
@@ -95,7 +95,7 @@ def test_so_is_that_of_rows_longer_than_a_window_that_no_probe_has_seen(how, win
 def test_so_is_that_of_halves_whose_mlp_takes_some_tokens_at_once(dropout, data, here, monkeypatch):
     """With dropout it takes all of them, which is more than twice as much."""
     model = make_model(here / "model", "qwen3", intermediate_size=768)
-    monkeypatch.setattr(segments, "_MLP_TOKENS", 32)
+    monkeypatch.setattr(segments, "MLP_TOKENS", 32)
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))  # calibrations know code, not what tests set
     asked = [*PLANS["halves"], f"adapter.dropout={dropout}"]
     found = surveyed(model, data, *asked)
