@@ -31,9 +31,6 @@ KINDS = ("whole", "checkpoint", "segmented")
 HALVES = "halves"  # of segments, for models whose layers have them
 _POSITIONS = 1024  # of the longer probe, unless attention has to be longer to be as in long rows
 _SURELY = 1.2  # times the length from which on attention is in blocks
-# In which steps are timed, the fastest counts: other programs slow some down, for seconds at a time. A GPU
-# repeats each step at once, since it compiles first.
-_ROUNDS = {"cpu": 3}
 _MOST_ROWS = 4  # of a probe: more cost as much each
 _LONGEST_WINDOW = {"cpu": 512, "metal": 4096, "cuda": 4096}  # that probes are made longer for
 _LAYER_VOCABULARY = 61  # small, for the head is not to count. No other axis is likely to be as long.
@@ -157,7 +154,7 @@ class _Probes:
         self.model.choose(self.base)
         kinds = (*KINDS, HALVES) if self.model.with_halves() else KINDS
         lengths = [self._at(length, kinds) for length in self.lengths]
-        for _ in range(1, _ROUNDS.get(backend(), 1)):
+        if backend() == "cpu":  # a GPU repeats each step at once, since it compiles first
             for length, at in zip(self.lengths, lengths, strict=True):
                 self._time_again(length, at)
         head, head_seconds = self._head()
@@ -203,6 +200,7 @@ class _Probes:
         return found
 
     def _time_again(self, length: int, found: _AtLength) -> None:
+        """Takes the steps once more, a while later: other programs slow some down, for seconds at a time."""
         for kind, before in found.seconds.items():
             cost, _ = self._step(self.base, self._plan(kind), length)
             found.seconds[kind] = min(before, cost.seconds)

@@ -200,7 +200,7 @@ def test_figures_damaged_in_any_way_count_as_none_with_a_line_for_who_looks(
 
 
 def test_a_moment_of_other_programs_work_does_not_slow_the_figures_down(model, data, monkeypatch, here):
-    """Each step of the first round is told to have taken a hundred times as long."""
+    """The first step of each kind is told to have taken a hundred times as long."""
     usual = surveyed(model, data).planner.predictor.calibration
     monkeypatch.setenv("XDG_CACHE_HOME", str(here))
     step, seen = ProbeModel.step, set()
