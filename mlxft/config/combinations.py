@@ -1,6 +1,5 @@
 """Keys that are each right and make no sense together, and files that are not there."""
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from mlxft.config.choices import (
 )
 from mlxft.config.keys import Key, is_missing
 from mlxft.data.sources import on_hub
-from mlxft.models.resolve import is_hub_id
 from mlxft.resources import bundled_data, folder
 
 Found = Iterator[tuple[str, str]]
@@ -260,16 +258,6 @@ def absent_files(settings: Mapping[str, Any]) -> Found:
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and value.startswith(("/", "./", "../")) and not Path(value).exists():
                 yield name, f"there is no {value}"
-            elif name in ("adapter.init_from", "loss.reference") and _is_absent_folder(name, value):
-                yield name, f"there is no folder {value}; paths are taken from {Path.cwd()}"
-
-
-def _is_absent_folder(name: str, value: Any) -> bool:
-    """Tells of a name that is no path by its looks whether it can be nothing else, and leads nowhere."""
-    if not isinstance(value, str) or is_missing(value) or os.path.exists(os.path.expanduser(value)):
-        return False
-    is_no_path = value in ("base", "start") or is_hub_id(value)
-    return name == "adapter.init_from" or not is_no_path
 
 
 def _absent_data(file: str) -> Iterator[str]:

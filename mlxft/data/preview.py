@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Optional
 
 import numpy as np
@@ -21,8 +22,9 @@ from mlxft.data.rows import TokenRows
 from mlxft.data.sources import sets_of
 from mlxft.data.token_text import TokenReader
 from mlxft.errors import EXIT_DONE
+from mlxft.models.adapters import read_adapter
 from mlxft.models.load import load_tokenizer, vocabulary_size
-from mlxft.models.resolve import resolve
+from mlxft.models.resolve import checked_folder, is_hub_id, resolve
 from mlxft.training.folder import continued
 from mlxft.training.inputs import check_steps, needs_tokenizer
 from mlxft.training.resume import Continuation
@@ -66,6 +68,7 @@ def main(overrides: list[str]) -> int:
     composed = compose(overrides, command="preview")
     config, wanted = composed.config, composed.preview
     continuation = continued(composed.run_name, asdict(config))
+    _check_folders(config)
     folder = resolve(config.model.path, config.model.revision, with_weights=False)
     tokenizer = load_tokenizer(folder, required=needs_tokenizer(config))
     source = config.data.train if wanted.split == "train" else config.data.valid
@@ -83,6 +86,16 @@ def main(overrides: list[str]) -> int:
         preview.show(row)
     preview.end(ends)
     return EXIT_DONE
+
+
+def _check_folders(config: Config) -> None:
+    """Refuses an adapter to begin with, or a reference, that is not there, as training does."""
+    for folder in config.adapter.starts:
+        read_adapter(folder)
+    named = config.loss.reference
+    is_fetched = is_hub_id(named) and not Path(named).expanduser().exists()
+    if named not in ("base", "start") and not is_fetched:
+        checked_folder(Path(named).expanduser(), "loss.reference")
 
 
 def _check_steps(rows: Optional[TokenRows], config: Config, continuation: Optional[Continuation]) -> None:

@@ -16,10 +16,8 @@ STREAM = {"data__streaming": True, "trainer__max_steps": 5}
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
-    """A folder to be in, with rows.jsonl and the folders a and b in it."""
+    """A folder to be in, with rows.jsonl in it."""
     monkeypatch.chdir(tmp_path)
-    for name in "ab":
-        (tmp_path / name).mkdir()
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     return "rows.jsonl"
 
@@ -104,7 +102,7 @@ def made(rows, **settings):
             "adapter.modules_to_save",
             "adapter.kind=full",
         ),
-        ({"adapter__rslora": True, "adapter__init_from": "a"}, "adapter.rslora", "taken over as it is"),
+        ({"adapter__rslora": True, "adapter__init_from": "owner/a"}, "adapter.rslora", "taken over as it is"),
         (
             {"adapter__kind": "dora", "adapter__targets": ["q_proj", "model.embed_tokens"]},
             "adapter.targets",
