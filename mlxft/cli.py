@@ -160,7 +160,8 @@ def _train_help() -> str:
     return f"""\
 usage: mlxft train [--config] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
 
-Fine-tunes a model on rows of text and writes a run's folder: the adapter, checkpoints, metrics.
+Fine-tunes a model on texts, pairs of answers or labelled answers, and writes a run's folder: the adapter,
+checkpoints, metrics.
 
   mlxft train +recipe=quickstart                  a whole run from a file; mlxft recipes lists them
   mlxft train +recipe=quickstart optimizer.lr=1e-4 trainer.epochs=2
@@ -184,7 +185,7 @@ def _eval_help() -> str:
     return f"""\
 usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
 
-Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows; of pairs of answers,
+Says the loss and the perplexity of a model, or of an adapter on it, on a file of texts; of pairs of answers,
 how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them.
 
   mlxft eval model=smollm2 data.valid=rows.jsonl

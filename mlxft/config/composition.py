@@ -31,6 +31,11 @@ class Composed:
     generate: GenerateConfig | None = None
     preview: PreviewConfig | None = None
 
+    @property
+    def run_name(self) -> str:
+        """What a run of it is called: the name of its folder's folder."""
+        return self.recipe or self.config.trainer.objective
+
 
 # What Hydra would take for instructions to itself and act on, or drop, in silence.
 _NOT_IN_RECIPES = {

@@ -32,9 +32,9 @@ class DataConfig:
     cache: Any = "auto"  # tokenised rows kept on disk: auto (sets of more than 4 MB) | true | false
     num_workers: Any = "auto"  # processes that tokenise: auto (for large sets as many as cores) | a number
     on_bad_row: str = "refuse"  # refuse: the first faulty row ends the command | skip: it is counted
-    max_length: int = 2048  # tokens of a row
+    max_length: int = 2048  # tokens of a row; of a pair, of its prompt with the longer answer
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
-    batch_size: int = 4  # rows of a micro-batch
+    batch_size: int = 4  # rows of a micro-batch: texts, pairs or labelled answers
     batch_tokens: Optional[int] = None  # with packed: as many rows as fit so many tokens, not batch_size
     shuffle: bool = True  # false: in file order
     streaming: bool = False  # rows are read and tokenised as they are needed, never held all at once
@@ -82,8 +82,8 @@ class LossConfig:
     gamma: Optional[float] = None  # of simpo, the lead in reward that is asked for; None: 0.5
     nll_scope: str = "full"  # of orpo, the tokens of its own loss: full (prompt too) | response
     nll_weight: Optional[float] = None  # of the chosen answers' own loss; None: 1 for cpo, 0 for dpo, simpo
-    desirable_weight: float = 1.0  # of kto's good rows
-    undesirable_weight: float = 1.0  # of kto's bad rows
+    desirable_weight: float = 1.0  # of kto's answers labelled true
+    undesirable_weight: float = 1.0  # of kto's answers labelled false
     reference: str = "base"  # of dpo and kto: base (adapter off) | start (with init_from) | a model's path
     reference_scored: str = "once"  # when: once, before training and kept on disk | every_step
 

@@ -11,6 +11,7 @@ from mlxft.data.rows import TokenRows
 from mlxft.errors import InputError
 
 _SKIPPED_SHOWN = 5
+_NAMES = {"pairs": "pair", "unpaired": "labelled answer"}  # of a row, by what rows become
 
 
 @dataclass
@@ -123,9 +124,17 @@ class DataReport:
             )
         return lines
 
+    def _named(self) -> str:
+        """Returns how many rows there are and what they are: 3 pairs, 1 text, 2 rows of messages."""
+        name = _NAMES.get(self.kind) or ("text" if self.format == "text" else None)
+        if name is None:
+            return f"{_rows(self.num_rows)} of {self.format}"
+        of_tokens = " of tokens" if self.format == "tokens" else ""
+        return f"{self.num_rows:,} {name}{'s' * (self.num_rows != 1)}{of_tokens}"
+
     def _sizes(self) -> list[str]:
         share = 100 * self.num_supervised / max(self.num_tokens, 1)
-        size = f"{self.source}: {_rows(self.num_rows)} of {self.format}, {self.num_tokens:,} tokens"
+        size = f"{self.source}: {self._named()}, {self.num_tokens:,} tokens"
         spread = f"median {self.median_length:,.0f}, longest {self.max_length:,} tokens"
         if self.kind == "pairs":
             return [

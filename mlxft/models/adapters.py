@@ -17,7 +17,7 @@ from mlxft.errors import InputError
 from mlxft.models import mlxlm_adapter, peft_adapter
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
 from mlxft.models.fitting import Fitted, added_up, fit, refuse
-from mlxft.models.lora_linear import AdaptedLayer, share_inputs
+from mlxft.models.lora_linear import AdaptedLayer, set_siblings
 from mlxft.models.low_rank import wrapped
 from mlxft.models.targets import adaptable_layers
 from mlxft.models.whole_modules import set_arrays, train_whole, whole_arrays, whole_paths
@@ -68,17 +68,20 @@ def load_adapter(
     folders: str | Path | Sequence[str | Path],
     dropout: float = 0.0,
     weights: Optional[Sequence[float]] = None,
+    lazily: bool = False,
 ) -> list[str]:
     """Puts the adapter in a folder on `model`, or the sum of several, with their own ranks and scales.
 
     Returns the paths of the adapted layers ("*" if the folder holds whole weights). LoRA: all but the
-    new arrays is frozen.
+    new arrays is frozen. lazily: whole weights are not read.
     Raises: InputError listing tensors that the model has no place for, wrong shapes, missing ones.
     """
     if isinstance(folders, (str, Path)) and weights is None:
         adapter = read_adapter(folders)
         if adapter.kind == "full":
             _load_weights(model, adapter)
+            if not lazily:
+                mx.eval(model.parameters())
             return ["*"]
     fitted = start_of(model, folders, weights)
     attach(model, fitted, dropout)
@@ -99,7 +102,7 @@ def attach(
         place = (outside if layer.block is None else layer.block, layer.slot)
         layers.append((layer.path, wrapped(layer, low, fitted.kind, dropout, place)))
     model.update_modules(tree_unflatten(layers))
-    share_inputs(model.modules())
+    set_siblings(model.modules())
     train_whole(model, fitted.modules if modules is None else modules)
     set_arrays(model, fitted.whole)
 
@@ -205,4 +208,3 @@ def _load_weights(model: nn.Module, adapter: Adapter) -> None:
              if name in own and own[name].shape != w.shape]
     refuse(adapter.folder, {"not in the model": unknown, "wrong shape": wrong})
     model.update(tree_unflatten([(name, w.astype(own[name].dtype)) for name, w in given.items()]))
-    mx.eval(model.parameters())

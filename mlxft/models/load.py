@@ -11,6 +11,7 @@ from mlxft.config.choices import DTYPES
 from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.resolve import resolve
+from mlxft.sizes import written
 
 # mlx and transformers are imported where they are used: `mlxft.models` has to stay cheap to import.
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def load_model(folder: Path, dtype: str = "auto") -> "nn.Module":
         raise InputError(f"the weights in {folder} cannot be read: {error}") from error
     parameters = [array for _, array in tree_flatten(model.parameters())]
     size = sum(array.nbytes for array in parameters)
-    log.info("%s: %s, %.2f GB in memory", folder, config["model_type"], size / 1e9)
+    log.info("%s: %s, %s in memory", folder, config["model_type"], written(size))
     return model
 
 
@@ -97,7 +98,7 @@ def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWr
         if not required:
             return None
         raise InputError(f"{folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():
             audit.read_json(folder / name)
     try:

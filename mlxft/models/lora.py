@@ -61,12 +61,15 @@ class AdapterReport:
         return f"{sizes}: {name} of rank {self.rank}, {size} on {where}{whole}"
 
 
-def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> AdapterReport:
+def apply_adapter(
+    model: nn.Module, cfg: AdapterConfig, seed: int = 0, lazily: bool = False
+) -> AdapterReport:
     """Makes `model` trainable as `cfg` says, in place, and returns what came of it.
 
     kind lora and dora: everything is frozen, the chosen layers get updates that start at zero, or those of
     `cfg.init_from`; the modules in `cfg.modules_to_save` are trained whole. kind full: every weight is
-    trainable. The start depends on `seed` and each layer's path only.
+    trainable. The start depends on `seed` and each layer's path only. lazily: whole weights of
+    `cfg.init_from` are not read.
 
     Raises: InputError for targets, modules or layers that match nothing, settings that contradict
     `cfg.init_from`, and full training of a quantised model.
@@ -76,7 +79,7 @@ def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> Adapte
     if not 0 <= cfg.dropout < 1:
         raise InputError(f"adapter.dropout={cfg.dropout}: expected 0 <= dropout < 1")
     if cfg.kind == "full":
-        return _train_everything(model, cfg)
+        return _train_everything(model, cfg, lazily)
     if cfg.kind not in ADAPTERS:
         raise InputError(f"adapter.kind={cfg.kind!r}: expected {', '.join(ADAPTERS)}")
     num_base = _num_values(model)
@@ -159,7 +162,7 @@ def _check_agrees(cfg: AdapterConfig, fitted: Fitted) -> None:
                                  f"{path} has {key} {theirs:g}. Leave adapter.{key} out to take it over.")
 
 
-def _train_everything(model: nn.Module, cfg: AdapterConfig) -> AdapterReport:
+def _train_everything(model: nn.Module, cfg: AdapterConfig, lazily: bool) -> AdapterReport:
     default = AdapterConfig()
     for key in LOW_RANK_KEYS:
         if getattr(cfg, key) != getattr(default, key):
@@ -174,7 +177,7 @@ def _train_everything(model: nn.Module, cfg: AdapterConfig) -> AdapterReport:
         if (kind := read_adapter(cfg.init_from).kind) != "full":
             raise InputError(f"adapter.kind=full contradicts adapter.init_from={cfg.init_from}, which is an "
                              f"adapter of kind {kind}; use adapter.kind={kind}")
-        load_adapter(model, cfg.init_from)
+        load_adapter(model, cfg.init_from, lazily=lazily)
     model.unfreeze()
     total = _num_values(model)
     return AdapterReport(total, total, ["*"], None, None)

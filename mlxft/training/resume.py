@@ -24,7 +24,7 @@ from mlxft.config.schema import Config
 from mlxft.errors import InputError
 from mlxft.models.fingerprint import CONFIG
 from mlxft.models.lora import DEFAULT_RANK, AdapterReport
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.checkpoint import ADAPTER, OPTIMIZER, Checkpoint
 from mlxft.training.loop import Progress
 from mlxft.training.reference_files import is_start

@@ -166,7 +166,10 @@ def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
         ["recipes"],
         ["train", "--config", f"model.path={model}", "data.train=rows.jsonl"],
         ["eval", f"model.path={model}", "data.valid=rows.jsonl"],
+        ["eval", "--json", f"model.path={model}", "data.valid=rows.jsonl"],
         ["generate", f"model.path={model}", "prompt=a", "max_tokens=2"],
+        ["preview", f"model.path={model}", "data.train=rows.jsonl"],
+        ["plan", f"model.path={model}", "data.train=rows.jsonl"],
     ):
         with open("/dev/full", "w") as full:
             done = mlxft(*command, stdout=full)
@@ -178,6 +181,9 @@ def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
     with open("/dev/full", "w") as full:
         done = mlxft("recipes", stdout=full, stderr=full)
     assert done.returncode == 3
+    with open("/dev/full", "w") as full:  # what is said beside an answer is no part of it
+        done = mlxft("generate", f"model.path={model}", "prompt=a", "max_tokens=2", stderr=full)
+    assert done.returncode == 0 and done.stdout
 
 
 def test_python_takes_a_dictionary_a_config_or_overrides_with_the_same_check():
