@@ -19,6 +19,9 @@ DPO_VARIANTS = ("sigmoid", "robust", "cdpo", "ipo", "hinge", "norm", "exo_pair",
 SMOOTHED_VARIANTS = ("robust", "cdpo", "exo_pair")  # those that label_smoothing has a meaning for
 NLL_SCOPES = ("full", "response")
 REFERENCE_TIMES = ("once", "every_step")
+EXPORTS = ("peft", "merged", "gguf")
+EXPORTED_QUANTIZATIONS = ("mixed", "none", "same")
+EXPORTED_GGUF = ("model", "adapter")
 
 # The keys of `adapter` that say something of low-rank updates.
 LOW_RANK_KEYS = ("rank", "alpha", "rslora", "dropout", "targets", "layers", "modules_to_save")

@@ -212,6 +212,8 @@ def starting_adapters(settings: Mapping[str, Any]) -> Found:
         yield "adapter.init_weights", "there is nothing to weigh; give adapter.init_from"
     elif weights is not None and len(weights) != number:
         yield "adapter.init_weights", f"{len(weights)} weights for the {number} in adapter.init_from"
+    if settings.get("adapter.any_base") and not number:
+        yield "adapter.any_base", "it is of adapter.init_from, which is not given; leave it out"
     kind = settings.get("adapter.kind", "lora")
     if (number > 1 or weights is not None) and kind != "lora":
         yield "adapter.init_from", f"only LoRA adapters can be added up or weighed, not those of kind {kind}"

@@ -110,6 +110,7 @@ class AdapterConfig:
     modules_to_save: Any = None  # names of modules that are trained whole beside it: [norm,lm_head]
     init_from: Any = None  # an adapter's folder, mlx-lm's or PEFT's; several are added up
     init_weights: Optional[list[float]] = None  # what each of several counts; None: 1
+    any_base: bool = False  # true: init_from may have been trained on other weights than the model's
 
     @property
     def starts(self) -> list[str]:
@@ -190,3 +191,17 @@ class GenerateConfig:
     top_p: float = 1.0  # the share of probability that is drawn from
     seed: int = 0  # of the draws
     thinking: bool = False  # let the model think first, where its template knows how
+
+
+@dataclass
+class ExportConfig:
+    """The keys of `mlxft export` beside those of the model, the adapter and the rows to compare on."""
+
+    to: str = MISSING  # peft | merged | gguf
+    out: str = MISSING  # a folder, new or empty
+    dtype: str = "auto"  # of dense weights that are written: auto (the base's own) | float32 | bfloat16 | ...
+    quantization: str = "mixed"  # merged, of a quantised base: mixed (changed layers dense) | none | same
+    gguf: str = "model"  # of to=gguf: model (merged) | adapter
+    limit: float = 0.5  # the most of the adapter's effect on the logits that rounding may take
+    hub: Optional[str] = None  # USER/NAME: uploaded there afterwards
+    hub_private: Optional[bool] = None  # a new repository's visibility; None: as the account has it

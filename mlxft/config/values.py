@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -261,6 +262,12 @@ def _folders(value: Any) -> str | list[str]:
     return folders[0] if len(folders) == 1 and not isinstance(folders, str) else folders
 
 
+def _repository(value: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+        raise ValueError(f"{_shown(value)} is no repository on the hub; one is written USER/NAME")
+    return value
+
+
 def _weights(value: list[float]) -> list[float]:
     if not value or 0 in value:
         raise ValueError(f"{value}: each must be a number other than 0, for example [0.7,0.3]")
@@ -340,4 +347,11 @@ RULES: dict[str, Rule] = {
     "temperature": Range(0),
     "top_p": Range(0, 1, open_low=True),
     "seed": Range(0, 2**32, open_high=True),
+    "to": one_of(choices.EXPORTS),
+    "out": _path,
+    "dtype": one_of(choices.DTYPES),
+    "quantization": one_of(choices.EXPORTED_QUANTIZATIONS),
+    "gguf": one_of(choices.EXPORTED_GGUF),
+    "limit": Range(0),
+    "hub": _repository,
 }

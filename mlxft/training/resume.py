@@ -82,6 +82,7 @@ _WITHOUT_EFFECT = (
     "trainer.log_memory",
     "trainer.memory_limit",
     "trainer.samples",
+    "adapter.any_base",
 )
 
 
