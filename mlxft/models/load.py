@@ -69,9 +69,7 @@ def lazy_model(
     from mlxft.available_memory import available_bytes
     from mlxft.backend import backend
 
-    _check_config(folder)
-    audit.weight_files(folder)
-    model, config = _audited_model(folder)
+    model, config = stored_model(folder)
     on_cpu = backend() == "cpu"
     target = _target_dtype(dtype, on_cpu)
     if on_cpu:
@@ -82,6 +80,16 @@ def lazy_model(
     if target is not None:
         model.set_dtype(target)
     return model, config
+
+
+def stored_model(folder: Path) -> tuple["nn.Module", dict[str, Any]]:
+    """Returns the model in `folder` as it is stored, quantised layers packed, and its configuration.
+
+    Weights are not yet read but for their headers. Raises: InputError.
+    """
+    _check_config(folder)
+    audit.weight_files(folder)
+    return _audited_model(folder)
 
 
 def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:

@@ -42,6 +42,18 @@ def read_manifest(adapter: Path) -> Optional[dict[str, Any]]:
     return manifest
 
 
+def base_of(adapter: Path) -> tuple[Optional[str], Optional[str]]:
+    """Returns path and revision of the model that an adapter's folder names as its base, None for unknown.
+
+    Raises: InputError for files that are damaged.
+    """
+    if manifest := read_manifest(adapter):
+        return manifest["base"].get("path"), manifest["base"].get("revision")
+    file = adapter / "adapter_config.json"
+    config = audit.read_json(file) if file.is_file() else {}
+    return config.get("model") or config.get("base_model_name_or_path"), None
+
+
 def check_base(adapters: list[str], base: Path) -> None:
     """Refuses adapters that say that they were trained on other weights than those of the model in `base`.
 

@@ -1,0 +1,93 @@
+"""What a layer's weight is with its update in it.
+
+    LoRA        W + scale * B A                     embedding  E + scale * A B
+    DoRA        m / |V| * V,  V = W + scale * B A   experts    W_e + scale * B_e A_e
+
+Whole modules and whole models have theirs already.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxft.errors import InputError
+from mlxft.models.adapter_tensors import Adapter, LowRank
+from mlxft.models.dequantise import dense, is_quantised
+from mlxft.models.fitting import Fitted
+from mlxft.models.targets import LinearLayer
+
+
+@dataclass
+class Change:
+    """One array that the merged model has another value of.
+
+    merged: returns it in float32. base: returns the base's, of layers with low-rank updates; None for
+    arrays that were trained whole, whose rounding is that of the type they were trained in.
+    """
+
+    merged: Callable[[], mx.array]
+    base: Callable[[], mx.array] | None = None
+
+
+@dataclass
+class Changes:
+    """All that differs from the base, by the model's own names of its arrays ("model.norm.weight")."""
+
+    by_name: dict[str, Change] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> set[str]:
+        """The paths of the modules that have a changed array."""
+        return {name.rpartition(".")[0] for name in self.by_name}
+
+
+def changes_of(fitted: Fitted | Adapter) -> Changes:
+    """Returns what an adapter changes: one that is fitted to a model, or whole weights by name."""
+    changes = Changes()
+    if isinstance(fitted, Adapter):
+        return Changes({name: Change(_constant(array)) for name, array in fitted.weights.items()})
+    for layer, low in fitted.updates:
+        changes.by_name[f"{layer.path}.weight"] = Change(
+            partial(_merged, layer, low), partial(dense_weight, layer.module)
+        )
+    changes.by_name |= {name: Change(_constant(array)) for name, array in fitted.whole.items()}
+    return changes
+
+
+def _constant(array: mx.array) -> Callable[[], mx.array]:
+    return lambda: array.astype(mx.float32)
+
+
+def _merged(layer: LinearLayer, low: LowRank) -> mx.array:
+    return merged_weight(dense_weight(layer.module), low, layer.is_embedding)
+
+
+def dense_weight(module: nn.Module) -> mx.array:
+    """Returns a layer's weight in float32, a packed one unpacked. Raises: InputError if it cannot be."""
+    if not is_quantised(module):
+        return module.weight.astype(mx.float32)
+    made = dense(module, mx.float32)
+    if made is None:
+        raise InputError(f"a layer of kind {type(module).__name__} cannot be made dense, so nothing can be "
+                         "merged into it; export with to=peft")
+    return made.weight
+
+
+def merged_weight(weight: mx.array, low: LowRank, is_embedding: bool = False) -> mx.array:
+    """Returns the weight with its update, in float32.
+
+    weight: (out, in), of an embedding (V, H), of experts (E, out, in).
+    """
+    a, b = low.a.astype(mx.float32), low.scale * low.b.astype(mx.float32)
+    # On the CPU: a GPU may multiply float32 with fewer digits.
+    if a.ndim == 3:
+        return weight + mx.matmul(b, a, stream=mx.cpu)
+    update = mx.matmul(a, b, stream=mx.cpu)
+    merged = weight + (update if is_embedding else update.T)
+    if low.m is None:
+        return merged
+    lengths = mx.maximum(mx.sqrt(mx.square(merged).sum(axis=1, keepdims=True)), 1e-6)
+    return merged * (low.m.astype(mx.float32)[:, None] / lengths)
