@@ -202,6 +202,6 @@ class ExportConfig:
     dtype: str = "auto"  # of dense weights that are written: auto (the base's own) | float32 | bfloat16 | ...
     quantization: str = "mixed"  # merged, of a quantised base: mixed (changed layers dense) | none | same
     gguf: str = "model"  # of to=gguf: model (merged) | adapter
-    limit: Optional[float] = None  # share of the adapter's effect that rounding may take; None: 0.5 (same: any)
+    limit: Optional[float] = None  # share of the adapter's effect that may be lost; None: 0.5 (same: any)
     hub: Optional[str] = None  # USER/NAME: uploaded there afterwards
     hub_private: Optional[bool] = None  # a new repository's visibility; None: as the account has it

@@ -32,7 +32,7 @@ _LIBRARIES = {"peft": "peft", "merged": "mlx", "gguf": "gguf", "gguf adapter": "
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of the run that an adapter came from: its config.yaml and, if it ended, its summary.json."""
+    """What is known of the run that an adapter is of: its config.yaml and, if it ended, its summary.json."""
 
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
@@ -114,7 +114,9 @@ class Card:
     def _body(self) -> Iterator[str]:
         yield f"# {self.name.rpartition('/')[2]}\n"
         what = "An adapter for" if self.form in ("peft", "gguf adapter") else "A fine-tuned version of"
-        base = f"[{self.base}](https://huggingface.co/{self.base})" if is_hub_id(self.base) else f"`{self.base}`"
+        base = (
+            f"[{self.base}](https://huggingface.co/{self.base})" if is_hub_id(self.base) else f"`{self.base}`"
+        )
         licence = "" if self.licence is None else f" The base's licence is {self.licence}."
         yield f"{what} {base}, made with mlxft.{licence}\n"
         yield "## Use\n"
@@ -136,8 +138,15 @@ def _of_run(run: Run) -> Iterator[str]:
         f"micro-batch, {trainer.get('accumulate')} micro-batches a step, rows of at most "
         f"{data.get('max_length')} tokens; seed {trainer.get('seed')}"
     )
-    said = {"steps": "steps", "tokens": "trained tokens", "loss": "last loss", "best_loss": "best validation loss"}
-    figures = [f"{what} {run.summary[key]:.6g}" for key, what in said.items() if _is_number(run.summary.get(key))]
+    said = {
+        "steps": "steps",
+        "tokens": "trained tokens",
+        "loss": "last loss",
+        "best_loss": "best validation loss",
+    }
+    figures = [
+        f"{what} {run.summary[key]:.6g}" for key, what in said.items() if _is_number(run.summary.get(key))
+    ]
     if figures:
         yield f"- {', '.join(figures)}"
 

@@ -4,10 +4,10 @@ import json
 import logging
 import math
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
+import mlx.core as mx
 import numpy as np
 
 import mlxft
@@ -32,11 +32,12 @@ log = logging.getLogger("mlxft")
 MANIFEST = "manifest.json"  # of a model; an adapter's is manifest.NAME
 
 _LIMIT = 0.5
+_LIMIT_OF_SUMS = 0.05  # where nothing is rounded but what half precision adds up
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What came out. lines: (name, value) as text, for people. record: the manifest that lies in the folder."""
+    """What came out. lines: (name, value) as text, for people. record: the manifest in the folder."""
 
     out: Path
     lines: list[tuple[str, str]]
@@ -73,10 +74,10 @@ def export(config: Config, wanted: ExportConfig) -> Exported:
         trained, base = task.trained_logits(form)
         form.write()
         comparison = compare(logits_of(form.load_back(), task.rows), trained, base)
-        comparison.check(task.limit, form.remedy)
+        comparison.check(task.limit(form), form.remedy)
         record = task.record(form, comparison)
         (folder / (manifest.NAME if form.name == "peft" else MANIFEST)).write_text(as_json(record), "utf-8")
-        lines = [*task.lines(form), ("checked", str(comparison))]
+        lines = [*task.lines(form), ("logits", str(comparison))]
         (folder / "README.md").write_text(task.card(form, lines).text(), encoding="utf-8")
     lines.append(("out", str(out)))
     address = None
@@ -122,19 +123,22 @@ class _Task:
     def _check_keys(self) -> None:
         """Raises InputError for keys that the form has no use for."""
         default, to = ExportConfig(), self.wanted.to
-        of = {"quantization": ("merged",), "dtype": ("merged", "gguf"), "gguf": ("gguf",)}
+        of = {"quantization": ("merged",), "dtype": ("merged", "gguf"), "gguf": ("gguf",), "limit": ("merged", "gguf")}
         for key, forms in of.items():
             if to not in forms and getattr(self.wanted, key) != getattr(default, key):
                 raise InputError(f"{key} is of to={' and to='.join(forms)}, not of to={to}; leave it out")
         if self.wanted.hub is None and self.wanted.hub_private is not None:
             raise InputError("hub_private: nothing is uploaded; give hub=USER/NAME, or leave it out")
         if "full" in self.kinds and (to == "peft" or self.wanted.gguf == "adapter"):
-            raise InputError(f"to={to}: {self.adapters[0]} holds whole weights, not an adapter. Export the model: "
-                             "to=merged, or to=gguf")
+            raise InputError(
+                f"to={to}: {self.adapters[0]} holds whole weights, not an adapter. Export the model: "
+                "to=merged, or to=gguf"
+            )
 
-    @cached_property
-    def limit(self) -> float:
-        """The share of the adapter's effect that may be lost."""
+    def limit(self, form: Form) -> float:
+        """Returns the share of the adapter's effect that may be lost."""
+        if not form.rounds:
+            return 0.0 if form.dtype == mx.float32 else _LIMIT_OF_SUMS
         if self.wanted.limit is not None:
             return self.wanted.limit
         return math.inf if self.wanted.to == "merged" and self.wanted.quantization == "same" else _LIMIT

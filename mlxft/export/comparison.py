@@ -1,8 +1,8 @@
 """Whether what was exported computes what was trained: the logits of both on the same rows.
 
-    difference   max |exported - trained| / max |trained|
-    lost         |exported - trained| / |trained - base|, root mean squares: the share of the adapter's own
-                 effect that is gone, of which 0 is all there and 1 is as if it had never been
+difference   max |exported - trained| / max |trained|
+lost         |exported - trained| / |trained - base|, root mean squares: the share of the adapter's own
+             effect that is gone, of which 0 is all there and 1 is as if it had never been
 """
 
 import math
@@ -34,8 +34,8 @@ _TEXTS = (
     "are called and who made you.",
     "To plant a small tree: 1. Dig a hole twice as wide as the roots. 2. Set the tree in it and fill in the "
     "earth. 3. Water it well, and again every week of the first summer.",
-    "def mean(numbers):\n    total = 0\n    for number in numbers:\n        total += number\n    return total / "
-    "len(numbers)\n\nprint(mean([1, 2, 3, 4]))\n",
+    "def mean(numbers):\n    total = 0\n    for number in numbers:\n        total += number\n"
+    "    return total / len(numbers)\n\nprint(mean([1, 2, 3, 4]))\n",
 )
 
 Rows = Sequence[Sequence[int]]
@@ -43,7 +43,7 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the exported model's logits differ from the trained one's. lost: None where the adapter does nothing."""
+    """How the exported logits differ from the trained. lost: None where the adapter does nothing."""
 
     difference: float
     lost: Optional[float]
@@ -51,14 +51,16 @@ class Comparison:
 
     def __str__(self) -> str:
         lost = "" if self.lost is None else f", {_percent(self.lost)} of the adapter's effect"
-        return f"logits at {self.positions} positions differ by {self.difference:.1e} of the largest{lost}"
+        return f"at {self.positions} positions they differ by {self.difference:.1e} of the largest{lost}"
 
     def check(self, limit: float, remedy: str) -> None:
-        """Raises GuardStop where the logits differ by more than rounding of sums and `limit` of the effect."""
+        """Raises GuardStop where the logits differ by more than EQUAL and more than `limit` is lost."""
         lost = math.inf if self.lost is None else self.lost
         if not (self.difference <= EQUAL or lost <= limit):  # what is no number fails both
             most = f"at most {_percent(limit)} may be lost" if limit else f"at most {EQUAL:g} is none"
-            raise GuardStop(f"{self}; {most}. Nothing was kept. {remedy}")
+            raise GuardStop(
+                f"the exported logits are not the trained ones: {self}; {most}. Nothing was kept. {remedy}"
+            )
 
 
 def rows_of(config: Config, tokenizer: Any, vocabulary: int) -> list[list[int]]:

@@ -19,7 +19,9 @@ def check_login(repository: str) -> None:
     from huggingface_hub import HfApi, constants, errors, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise InputError(f"hub={repository}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Leave hub out")
+        raise InputError(
+            f"hub={repository}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Leave hub out"
+        )
     if get_token() is None:
         raise InputError(f"hub={repository}: nobody is logged in to the hub; hf auth login does it")
     try:

@@ -33,6 +33,8 @@ MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
 INDEX = "model.safetensors.index.json"
 PACKED = ("weight", "scales", "biases")
 
+_SAID_FROM = 1e-4  # rounding that is less is not worth a line
+
 _WITH_THE_MODEL = ("*.json", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
 _NOT_COPIED = ("config.json", INDEX, "hf_quant_config.json", "manifest.json")
 _EXPERTS = re.compile(r"\.switch_mlp\.(\w+\.\w+)$")  # mlx-lm's name of all in one, after that of the block
@@ -58,10 +60,14 @@ class Report:
         """Returns (name, value) as text, for people."""
         lines = []
         if self.dense or self.packed:
-            kinds = [f"{number} {what}" for number, what in ((self.dense, "dense"), (self.packed, "packed")) if number]
+            kinds = [
+                f"{number} {what}"
+                for number, what in ((self.dense, "dense"), (self.packed, "packed"))
+                if number
+            ]
             lines.append(("changed layers", f"{', '.join(kinds)}; the base is quantised"))
-        if self.roundings:
-            worst = max(self.roundings, key=lambda rounding: rounding.error)
+        worst = max(self.roundings, key=lambda rounding: rounding.error, default=None)
+        if worst is not None and worst.error >= _SAID_FROM:
             middle = statistics.median(rounding.error for rounding in self.roundings)
             lines.append(
                 (
@@ -108,7 +114,7 @@ class MergedModel:
         if unknown := sorted(changes.by_name.keys() - known):
             raise InputError(
                 f"{folder} has {len(unknown)} of the changed weights under other names, or several in one "
-                f"tensor, so they cannot be put in their place: {audit.listed(unknown, 3)}. Export with to=peft"
+                f"tensor, so they cannot be put in their place: {audit.listed(unknown, 3)}. Use to=peft"
             )
 
     def write(self, out: Path) -> Report:
@@ -159,9 +165,7 @@ class MergedModel:
             else:
                 yield Tensor(name, num_bytes, lambda: self._rounded(name, change, self.dense_type))
 
-    def _rounded(
-        self, name: str, change: Change, dtype: mx.Dtype, expert: Optional[int] = None
-    ) -> mx.array:
+    def _rounded(self, name: str, change: Change, dtype: mx.Dtype, expert: Optional[int] = None) -> mx.array:
         """Returns the merged array in `dtype`, one expert's of those in one, and notes what rounding did."""
         merged = change.merged()
         merged = merged if expert is None else merged[expert]
@@ -174,8 +178,10 @@ class MergedModel:
         if path not in self._packed:
             module, merged = self.modules[path], change.merged()
             if "global_scale" in module:
-                raise InputError(f"quantization=same: {path} has a scale of its own for all groups, which is "
-                                 "not made again here. Use quantization=mixed or none")
+                raise InputError(
+                    f"quantization=same: {path} has a scale of its own for all groups, which is "
+                    "not made again here. Use quantization=mixed or none"
+                )
             how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
             packed = mx.quantize(merged.astype(self.dense_type), **how)
             unpacked = mx.dequantize(*packed, **how, dtype=mx.float32)
@@ -234,7 +240,9 @@ def _places(model: nn.Module, checkpoint: Mapping[str, mx.array]) -> dict[str, P
         experts = [_EXPERTS.sub(rf".experts.{number}.\1", name) for number in range(array.shape[0])]
         if all(name in checkpoint and checkpoint[name].shape == array.shape[1:] for name in experts):
             places |= {expert: Place(name, number) for number, expert in enumerate(experts)}
-    if not any(place.name.endswith("lm_head.weight") for place in places.values()):  # the embedding is the head
+    if not any(
+        place.name.endswith("lm_head.weight") for place in places.values()
+    ):  # the embedding is the head
         tied = [place for place in places.values() if is_embedding(place.name.removesuffix(".weight"))]
         heads = [name for name in checkpoint if name.endswith("lm_head.weight") and name not in places]
         places |= {name: tied[0] for name in heads if tied}

@@ -6,7 +6,7 @@
 Whole modules and whole models have theirs already.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -65,14 +65,44 @@ def _merged(layer: LinearLayer, low: LowRank) -> mx.array:
     return merged_weight(dense_weight(layer.module), low, layer.is_embedding)
 
 
+@dataclass(frozen=True)
+class Weight:
+    """One of a merged model's arrays: its name in mlx-lm, its shape dense, and what makes it, float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    made: Callable[[], mx.array]
+
+
+def merged_weights(stored: nn.Module, changes: Changes) -> Iterator[Weight]:
+    """Yields all weights of the model `stored` as they are with the changes, packed ones dense."""
+    for path, module in stored.named_modules():
+        for own, array in module.items():
+            if not isinstance(array, mx.array) or own.startswith("_"):
+                continue
+            name, shape = f"{path}.{own}", tuple(array.shape)
+            made = _constant(array)
+            if is_quantised(module):
+                if own in ("scales", "biases"):
+                    continue
+                if own == "weight":
+                    shape = (*shape[:-1], shape[-1] * 32 // module.bits)
+                    made = partial(dense_weight, module)
+            if name in changes.by_name:
+                made = changes.by_name[name].merged
+            yield Weight(name, shape, made)
+
+
 def dense_weight(module: nn.Module) -> mx.array:
     """Returns a layer's weight in float32, a packed one unpacked. Raises: InputError if it cannot be."""
     if not is_quantised(module):
         return module.weight.astype(mx.float32)
     made = dense(module, mx.float32)
     if made is None:
-        raise InputError(f"a layer of kind {type(module).__name__} cannot be made dense, so nothing can be "
-                         "merged into it; export with to=peft")
+        raise InputError(
+            f"a layer of kind {type(module).__name__} cannot be made dense, so nothing can be "
+            "merged into it; export with to=peft"
+        )
     return made.weight
 
 

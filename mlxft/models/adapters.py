@@ -137,10 +137,10 @@ def save_peft_adapter(folder: str | Path, model: nn.Module, base: str) -> None:
         for name, array in list(whole.items()):
             if is_embedding(name.rpartition(".")[0]):
                 whole["lm_head.weight"] = array
-    _write(Path(folder), peft_adapter, *peft_adapter.write_content(_updates(model), whole, base, is_tied))
+    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates_of(model), whole, base, is_tied))
 
 
-def _updates(model: nn.Module) -> dict[str, LowRank]:
+def updates_of(model: nn.Module) -> dict[str, LowRank]:
     """Returns the updates on `model` by path. Raises: ValueError if there are none."""
     updates = {
         path: LowRank(module.lora_a, module.lora_b, module.scale, module.get("m"))
@@ -154,7 +154,7 @@ def _updates(model: nn.Module) -> dict[str, LowRank]:
 
 def even_updates(model: nn.Module) -> dict[str, LowRank]:
     """Returns the updates on `model` by path, at one rank and scale."""
-    return mlxlm_adapter.at_one_rank(_updates(model))
+    return mlxlm_adapter.at_one_rank(updates_of(model))
 
 
 def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, mx.array], dict]:

@@ -31,7 +31,7 @@ def describe(
 
 
 def read_manifest(adapter: Path) -> Optional[dict[str, Any]]:
-    """Returns the manifest in an adapter's folder, None if it has none. Raises: InputError if it is damaged."""
+    """Returns the manifest in an adapter's folder, None without one. Raises: InputError if damaged."""
     file = adapter / NAME
     if not file.is_file():
         return None

@@ -124,7 +124,7 @@ def _sizes(updates: dict[str, LowRank]) -> dict[str, Any]:
     """Returns r and lora_alpha as most layers have them, and patterns for the layers that differ."""
     ranks = {path: update.rank for path, update in updates.items()}
     alphas = {path: _whole_if_near(update.scale * update.rank) for path, update in updates.items()}
-    [(rank, _)], [(alpha, _)] = Counter(ranks.values()).most_common(1), Counter(alphas.values()).most_common(1)
+    rank, alpha = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas))
     return {
         "r": rank,
         "lora_alpha": alpha,
