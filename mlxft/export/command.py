@@ -123,7 +123,8 @@ class _Task:
     def _check_keys(self) -> None:
         """Raises InputError for keys that the form has no use for."""
         default, to = ExportConfig(), self.wanted.to
-        of = {"quantization": ("merged",), "dtype": ("merged", "gguf"), "gguf": ("gguf",), "limit": ("merged", "gguf")}
+        written = ("merged", "gguf")
+        of = {"quantization": ("merged",), "dtype": written, "gguf": ("gguf",), "limit": written}
         for key, forms in of.items():
             if to not in forms and getattr(self.wanted, key) != getattr(default, key):
                 raise InputError(f"{key} is of to={' and to='.join(forms)}, not of to={to}; leave it out")

@@ -24,7 +24,8 @@ def check_out(out: Path) -> None:
             "folder that is new or empty"
         )
     place = _existing(out)
-    if not os.access(place, os.W_OK | os.X_OK):
+    of_this_user = os.access in os.supports_effective_ids
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=of_this_user):
         raise InputError(f"out={out} cannot be written: no permission to make files in {place}")
 
 

@@ -102,8 +102,9 @@ class Merged(Form):
     file = "model.safetensors"
 
     def write(self) -> None:
-        stored, _ = stored_model(self.base)
-        self.report = MergedModel(self.base, stored, self.changes(stored), self.wanted).write(self.out)
+        stored, config = stored_model(self.base)
+        merged = MergedModel(self.base, stored, config, self.changes(stored), self.wanted)
+        self.report = merged.write(self.out)
 
     def load_back(self) -> nn.Module:
         return load_model(self.out, self.config.model.dtype)

@@ -40,9 +40,7 @@ def _qwen3_moe(config: Config) -> Settings:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise InputError("GGUF's qwen3moe has experts in every block, and this model has some without")
     if not config.get("norm_topk_prob"):
-        raise InputError(
-            "GGUF's qwen3moe lets experts' shares add up to 1; norm_topk_prob is off here"
-        )
+        raise InputError("GGUF's qwen3moe lets experts' shares add up to 1; norm_topk_prob is off here")
     return {
         "expert_count": config["num_experts"],
         "expert_used_count": config["num_experts_per_tok"],
@@ -76,7 +74,7 @@ FAMILIES = {
 
 
 def family_of(config: Config) -> Family:
-    """Returns how models of this config.json are written. Raises: InputError for a family that is not known."""
+    """Returns how models of this config.json are written. Raises: InputError for an unknown family."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise InputError(

@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -27,6 +27,7 @@ from mlxft.export.folder import check_space
 from mlxft.export.merging import Change, Changes, dense_weight
 from mlxft.models import audit
 from mlxft.models.dequantise import is_quantised, num_packed_values
+from mlxft.models.load import sanitized
 from mlxft.models.whole_modules import type_of
 
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
@@ -96,9 +97,16 @@ class Tensor:
 
 
 class MergedModel:
-    """The base in `folder` with `changes`. stored: its model as it is stored."""
+    """The base in `folder` with `changes`. stored, config: its model as it is stored."""
 
-    def __init__(self, folder: Path, stored: nn.Module, changes: Changes, export: ExportConfig):
+    def __init__(
+        self,
+        folder: Path,
+        stored: nn.Module,
+        config: dict[str, Any],
+        changes: Changes,
+        export: ExportConfig,
+    ):
         self.folder = folder
         self.changes = changes
         self.export = export
@@ -107,7 +115,7 @@ class MergedModel:
             name: array for file in audit.weight_files(folder) for name, array in mx.load(str(file)).items()
         }
         self.dense_type = type_of(stored) if export.dtype == "auto" else getattr(mx, export.dtype)
-        self.places = _places(stored, self.checkpoint)
+        self.places = _places(config, self.checkpoint)
         self.report = Report()
         self._packed: dict[str, tuple[mx.array, ...]] = {}
         known = {place.name for place in self.places.values()}
@@ -220,15 +228,13 @@ class MergedModel:
         return {path: False for path in sorted(self.changes.modules) if is_quantised(self.modules[path])}
 
 
-def _places(model: nn.Module, checkpoint: Mapping[str, mx.array]) -> dict[str, Place]:
+def _places(config: dict[str, Any], checkpoint: dict[str, mx.array]) -> dict[str, Place]:
     """Returns the place of each tensor of the checkpoint that the model has as it is, by name.
 
-    The model's own `sanitize` tells: what goes through it unchanged has the place it comes out at. Experts
+    The family's own `sanitize` tells: what goes through it unchanged has the place it comes out at. Experts
     that it stacks are found by their names.
     """
-    loaded = dict(checkpoint)
-    if hasattr(model, "sanitize"):
-        loaded = dict(model.sanitize(dict(checkpoint)))
+    loaded = sanitized(config, checkpoint)
     by_identity = {id(array): name for name, array in checkpoint.items()}
     places = {}
     for name, array in loaded.items():

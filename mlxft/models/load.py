@@ -92,6 +92,16 @@ def stored_model(folder: Path) -> tuple["nn.Module", dict[str, Any]]:
     return _audited_model(folder)
 
 
+def sanitized(config: dict[str, Any], weights: dict[str, "mx.array"]) -> dict[str, "mx.array"]:
+    """Returns a checkpoint's tensors as the code of its family names and arranges them.
+
+    What it leaves as it was are the same objects. config: of the model, as `stored_model` returns it.
+    """
+    model_class, args_class = _model_classes(config)
+    model = model_class(args_class.from_dict(config))  # its own: some take parts off while they do it
+    return dict(model.sanitize(dict(weights))) if hasattr(model, "sanitize") else dict(weights)
+
+
 def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:
     """Returns the folder's tokenizer in mlx-lm's wrapper, None if it has none and none is `required`.
 
