@@ -4,13 +4,12 @@ import logging
 from pathlib import Path
 from typing import Optional
 
-from mlxft.errors import InputError, MlxftError
-from mlxft.hub import first_line
+from mlxft.errors import GuardStop, InputError
 
 log = logging.getLogger("mlxft")
 
 
-class NotUploaded(MlxftError):
+class NotUploaded(GuardStop):
     """The hub did not take the folder; what was exported is whole and on the disk."""
 
 
@@ -27,9 +26,9 @@ def check_login(repository: str) -> None:
     try:
         HfApi().whoami()
     except errors.HfHubHTTPError as error:
-        raise InputError(f"hub={repository}: the hub refuses the login: {first_line(error)}") from error
+        raise InputError(f"hub={repository}: the hub refuses the login: {_in_a_line(error)}") from error
     except Exception as error:  # whatever its HTTP client raises
-        raise InputError(f"hub={repository}: the hub cannot be reached: {first_line(error)}") from error
+        raise InputError(f"hub={repository}: the hub cannot be reached: {_in_a_line(error)}") from error
 
 
 def upload(folder: Path, repository: str, private: Optional[bool]) -> str:
@@ -45,7 +44,12 @@ def upload(folder: Path, repository: str, private: Optional[bool]) -> str:
         done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from mlxft")
     except Exception as error:  # whatever its HTTP client raises
         raise NotUploaded(
-            f"hub={repository}: the upload failed: {first_line(error)}. The export is in {folder}; "
+            f"hub={repository}: the upload failed: {_in_a_line(error)}. The export is in {folder}; "
             f"hf upload {repository} {folder} tries again"
         ) from error
     return str(done)
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Returns what the hub's client says, which may be several lines, in one."""
+    return " ".join(str(error).split()) or type(error).__name__
