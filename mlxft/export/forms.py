@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxft.config.schema import Config, ExportConfig
 from mlxft.errors import InputError
 from mlxft.export.folder import check_space
-from mlxft.export.gguf_families import family_of, text_config
+from mlxft.export.gguf_families import family_of, settings_of, text_config
 from mlxft.export.gguf_files import TYPES, read_model, write_adapter, write_model
 from mlxft.export.gguf_files import read_adapter as read_adapter_file
 from mlxft.export.gguf_tokenizer import vocabulary
@@ -132,9 +132,9 @@ class Gguf(Form):
     def begin(self, model: nn.Module) -> None:
         super().begin(model)
         self.model_config = audit.read_json(self.base / "config.json")
-        size = text_config(self.model_config)["vocab_size"]
-        family_of(self.model_config)  # what cannot be written is told before anything is
-        tokens = vocabulary(self.base, self.tokenizer, size)
+        text = text_config(self.model_config)
+        settings_of(text, family_of(self.model_config))  # what cannot be written is told before anything is
+        tokens = vocabulary(self.base, self.tokenizer, text["vocab_size"])
         template = tokens.pop("chat_template", None)
         self.about = {"general.name": self.config.model.path.rstrip("/").rpartition("/")[2]}
         self.about |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}

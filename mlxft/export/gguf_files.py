@@ -102,7 +102,7 @@ def write_adapter(
     made = []
     for path, low in updates.items():
         if low.m is not None or is_embedding(path):
-            what = "DoRA" if low.m is not None else f"an update of {path}"
+            what = "DoRA" if low.m is not None else f"updates of embeddings, as {path} has"
             raise InputError(f"gguf=adapter: llama.cpp's adapters have no {what}. Merge it: gguf=model")
         name = names.of(f"{path}.weight")
         a, b = _halves(f"{path}.weight", low, low.scale * low.rank / alpha, names.family, names.config)
