@@ -24,7 +24,7 @@ from mlxft.config.choices import is_embedding
 from mlxft.config.schema import ExportConfig
 from mlxft.errors import InputError
 from mlxft.export.folder import check_space
-from mlxft.export.merging import Change, Changes, dense_weight
+from mlxft.export.merging import Change, Changes, Update, dense_weight
 from mlxft.models import audit
 from mlxft.models.dequantise import is_quantised, num_packed_values
 from mlxft.models.load import sanitized
@@ -139,8 +139,8 @@ class MergedModel:
         return self.report
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields every tensor of the merged model, in the checkpoint's order."""
-        for name, array in self.checkpoint.items():
+        """Yields every tensor of the merged model, by name."""
+        for name, array in sorted(self.checkpoint.items()):  # so that a layer's packed arrays stand together
             place = self.places.get(name)
             path, _, own = ("", "", "") if place is None else place.name.rpartition(".")
             module = self.modules.get(path)
@@ -175,8 +175,7 @@ class MergedModel:
 
     def _rounded(self, name: str, change: Change, dtype: mx.Dtype, expert: Optional[int] = None) -> mx.array:
         """Returns the merged array in `dtype`, one expert's of those in one, and notes what rounding did."""
-        merged = change.merged()
-        merged = merged if expert is None else merged[expert]
+        merged = change.merged(expert)
         written = merged.astype(dtype)
         self._note(name, change, merged, written, expert)
         return written
@@ -200,10 +199,9 @@ class MergedModel:
     def _note(
         self, name: str, change: Change, merged: mx.array, written: mx.array, expert: Optional[int] = None
     ) -> None:
-        if change.base is None:
+        if not isinstance(change, Update):
             return
-        base = change.base() if expert is None else change.base()[expert]
-        own = mx.linalg.norm(merged - base).item()
+        own = mx.linalg.norm(merged - change.base(expert)).item()
         if own > 0:
             error = mx.linalg.norm(written.astype(mx.float32) - merged).item() / own
             self.report.roundings.append(Rounding(name.removesuffix(".weight"), error))

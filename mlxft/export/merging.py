@@ -9,6 +9,7 @@ Whole modules and whole models have theirs already.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Optional
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,16 +21,37 @@ from mlxft.models.fitting import Fitted
 from mlxft.models.targets import LinearLayer
 
 
-@dataclass
 class Change:
-    """One array that the merged model has another value of.
+    """One array that the merged model has another value of. expert: of one for all, the one that is meant."""
 
-    merged: returns it in float32. base: returns the base's, of layers with low-rank updates; None for
-    arrays that were trained whole, whose rounding is that of the type they were trained in.
-    """
+    def __init__(self, array: mx.array):
+        self._array = array
 
-    merged: Callable[[], mx.array]
-    base: Callable[[], mx.array] | None = None
+    def merged(self, expert: Optional[int] = None) -> mx.array:
+        """Returns its value in float32."""
+        return (self._array if expert is None else self._array[expert]).astype(mx.float32)
+
+
+class Update(Change):
+    """The weight of a layer with a low-rank update."""
+
+    def __init__(self, layer: LinearLayer, low: LowRank):
+        self._layer = layer
+        self._low = low
+
+    def merged(self, expert: Optional[int] = None) -> mx.array:
+        low = self._low
+        if expert is not None:
+            low = LowRank(low.a[expert : expert + 1], low.b[expert : expert + 1], low.scale)
+            return merged_weight(self.base(expert)[None], low)[0]
+        return merged_weight(self.base(), low, self._layer.is_embedding)
+
+    def base(self, expert: Optional[int] = None) -> mx.array:
+        """Returns what the base has, in float32."""
+        if expert is not None and not is_quantised(self._layer.module):
+            return self._layer.module.weight[expert].astype(mx.float32)
+        weight = dense_weight(self._layer.module)
+        return weight if expert is None else weight[expert]
 
 
 @dataclass
@@ -46,23 +68,10 @@ class Changes:
 
 def changes_of(fitted: Fitted | Adapter) -> Changes:
     """Returns what an adapter changes: one that is fitted to a model, or whole weights by name."""
-    changes = Changes()
     if isinstance(fitted, Adapter):
-        return Changes({name: Change(_constant(array)) for name, array in fitted.weights.items()})
-    for layer, low in fitted.updates:
-        changes.by_name[f"{layer.path}.weight"] = Change(
-            partial(_merged, layer, low), partial(dense_weight, layer.module)
-        )
-    changes.by_name |= {name: Change(_constant(array)) for name, array in fitted.whole.items()}
-    return changes
-
-
-def _constant(array: mx.array) -> Callable[[], mx.array]:
-    return lambda: array.astype(mx.float32)
-
-
-def _merged(layer: LinearLayer, low: LowRank) -> mx.array:
-    return merged_weight(dense_weight(layer.module), low, layer.is_embedding)
+        return Changes({name: Change(array) for name, array in fitted.weights.items()})
+    by_name: dict[str, Change] = {name: Change(array) for name, array in fitted.whole.items()}
+    return Changes(by_name | {f"{layer.path}.weight": Update(layer, low) for layer, low in fitted.updates})
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ def merged_weights(stored: nn.Module, changes: Changes) -> Iterator[Weight]:
             if not isinstance(array, mx.array) or own.startswith("_"):
                 continue
             name, shape = f"{path}.{own}", tuple(array.shape)
-            made = _constant(array)
+            made = partial(array.astype, mx.float32)
             if is_quantised(module):
                 if own in ("scales", "biases"):
                     continue

@@ -46,7 +46,8 @@ def test_help_and_recipes_answer_in_under_a_second(arguments):
 def test_help_and_recipes_import_nothing_heavy():
     program = (
         "import sys; from mlxft.cli import main; "
-        "[main([command, '--help']) for command in ('train', 'eval', 'generate', 'preview', 'plan')]; "
+        "commands = ('train', 'eval', 'generate', 'export', 'preview', 'plan'); "
+        "[main([command, '--help']) for command in commands]; "
         "main(['--help']); main(['recipes']); "
         "heavy = {'mlx.core', 'transformers', 'datasets', 'hydra', 'numpy', 'rich'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
