@@ -24,7 +24,10 @@ EXPORTED_QUANTIZATIONS = ("mixed", "none", "same")
 EXPORTED_GGUF = ("model", "adapter")
 
 # The keys of `adapter` that say something of low-rank updates.
-LOW_RANK_KEYS = ("rank", "alpha", "rslora", "dropout", "targets", "layers", "modules_to_save")
+LOW_RANK_KEYS = (
+    "rank", "alpha", "rslora", "rank_by", "ranks", "dropout", "targets", "layers", "modules_to_save"
+)  # fmt: skip
+RANKS_BY = ("constant", "bits")
 EMBEDDINGS = ("embed_tokens", "wte", "embeddings")  # what models call theirs
 
 PAIR_OBJECTIVES = ("dpo", "orpo", "cpo", "simpo")

@@ -104,6 +104,8 @@ class AdapterConfig:
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
     rslora: bool = False  # scale = alpha / sqrt(rank)
+    rank_by: str = "constant"  # constant | bits: a layer's rank is rank x its bits / 4, at least 2
+    ranks: dict[str, int] = field(default_factory=dict)  # {name or pattern: rank}, before rank_by
     dropout: float = 0.0  # share of the adapter's inputs set to zero
     targets: Any = None  # names or patterns of linear layers, experts too; None: all linear ones of a block
     layers: Any = "all"  # "all", or the last N: "last 8"

@@ -49,6 +49,8 @@ _FIXED = (
     "trainer.accumulate",
     "trainer.seed",
     "adapter.kind",
+    "adapter.rank_by",
+    "adapter.ranks",
     "optimizer.name",
 )
 # Judged by what came of them: the rows' tokens, the adapter's layers, rank and scale.
