@@ -27,7 +27,6 @@ llama-cli -m {file} -p "Hello"
 llama-cli -m BASE.gguf --lora {file} -p "Hello"
 ```""",
 }
-_LIBRARIES = {"peft": "peft", "merged": "mlx", "gguf": "gguf", "gguf adapter": "gguf"}
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,13 @@ def licence_of(folder: Path) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """What the card says. form: peft, merged, gguf or "gguf adapter". name: of the model, as it is loaded.
+    """What the card says. form: peft, merged, gguf or "gguf adapter". library: what loads it.
 
-    checked: what comparing logits gave. file: the GGUF file's name.
+    name: of the model, as it is loaded. checked: what comparing logits gave. file: the GGUF file's name.
     """
 
     form: str
+    library: str
     name: str
     base: str
     licence: Optional[str]
@@ -101,7 +101,7 @@ class Card:
         head: dict[str, Any] = {
             "base_model": self.base if is_hub_id(self.base) else None,
             "base_model_relation": "adapter" if self.form in ("peft", "gguf adapter") else "finetune",
-            "library_name": _LIBRARIES[self.form],
+            "library_name": self.library,
             "pipeline_tag": "text-generation",
             "license": self.licence,
             "datasets": sorted(set(datasets)) or None,

@@ -193,6 +193,7 @@ class _Task:
         runs = [run for run in map(run_of, self.adapters) if run is not None]
         return Card(
             form=form.name,
+            library=form.library,
             name=self.wanted.hub or Path(self.wanted.out).name,
             base=self.config.model.path,
             licence=licence_of(self.folder),

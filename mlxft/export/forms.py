@@ -37,6 +37,7 @@ class Form:
     """
 
     name = ""
+    library = "gguf"
     file = ""
     rounds = True  # False for a form that holds what was trained as it is
     remedy = "This is a fault of mlxft; please report it."
@@ -82,6 +83,7 @@ class Peft(Form):
     """PEFT's layout: adapter_config.json and adapter_model.safetensors."""
 
     name = "peft"
+    library = "peft"
     rounds = False
     file = "adapter_model.safetensors"
 
@@ -108,6 +110,11 @@ class Merged(Form):
 
     def load_back(self) -> nn.Module:
         return load_model(self.out, self.config.model.dtype)
+
+    @property
+    def library(self) -> str:
+        """What loads it: transformers where nothing is quantised in MLX's way."""
+        return "mlx" if "quantization" in audit.read_json(self.out / "config.json") else "transformers"
 
     @property
     def remedy(self) -> str:

@@ -14,6 +14,7 @@ from mlxft.export.command import export as export_composed
 from mlxft.models.adapters import save_adapter
 from mlxft.models.load import load_model
 from mlxft.models.lora import apply_adapter
+from mlxft.models.lora_linear import AdaptedLayer
 
 PARITY = Path(__file__).resolve().parents[1] / "parity"
 LLAMA = PARITY / "models" / "llama_untied"
@@ -21,12 +22,17 @@ TOKENS = [5, 80, 7, 200, 31, 9, 44, 101, 6, 17, 90, 12, 3, 250, 8]
 
 
 def moved(folder: Path, seed: int = 0, size: float = 0.05, **settings) -> nn.Module:
-    """Returns the model with an adapter that has moved from its start, every array of it."""
+    """Returns the model with an adapter that has moved from its start, all but what fills ranks up."""
     model = load_model(folder)
     apply_adapter(model, AdapterConfig(**{"rank": 3} | settings), seed)
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
+    used = [mx.any(layer.lora_a != 0, axis=0) for layer in layers]
     arrays = tree_flatten(model.trainable_parameters())
     for (name, array), key in zip(arrays, mx.random.split(mx.random.key(seed), len(arrays)), strict=True):
         model.load_weights([(name, array + size * mx.random.normal(array.shape, key=key))], strict=False)
+    for layer, columns in zip(layers, used, strict=True):
+        if layer.lora_a.ndim == 2:
+            layer.lora_a, layer.lora_b = layer.lora_a * columns, layer.lora_b * columns[:, None]
     mx.eval(model.parameters())
     return model
 

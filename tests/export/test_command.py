@@ -67,7 +67,7 @@ def test_the_model_card_says_base_licence_data_training_and_figures(run, tmp_pat
     export(f"adapter.init_from={run}/run/adapter", to="merged", out=tmp_path / "m")
     _, head, body = (tmp_path / "m" / "README.md").read_text().split("---\n", 2)
     head = yaml.safe_load(head)
-    assert (head["license"], head["library_name"]) == ("apache-2.0", "mlx")
+    assert (head["license"], head["library_name"]) == ("apache-2.0", "transformers")
     summary = json.loads((run / "run" / "summary.json").read_text())
     for said in ("`rows.jsonl`", "adamw, learning rate 0.01", "steps 2", f"last loss {summary['loss']:.6g}",
                  "LoRA of rank 2", "mlx_lm.generate --model m"):  # fmt: skip

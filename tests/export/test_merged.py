@@ -3,9 +3,11 @@
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxft.errors import GuardStop, InputError
 from mlxft.export import merged as merged_module
@@ -14,7 +16,7 @@ from mlxft.models.adapter_tensors import LowRank
 from mlxft.models.adapters import load_adapter, read_adapter
 from mlxft.models.load import load_model
 from tests.export.made import LLAMA, PARITY, adapter, difference, export, logits
-from tests.tiny_models import make_model
+from tests.tiny_models import make_model, model_config, random_model
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +214,22 @@ def test_a_whole_module_of_a_quantised_base_is_written_dense(folders, tmp_path):
     assert config_of(tmp_path / "m")["quantization"]["lm_head"] is False
     theirs, _ = mlx_lm.load(str(tmp_path / "m"))
     assert difference(logits(theirs), trained(base, made)) < 1e-5
+
+
+@pytest.mark.parametrize("quantization", ["mixed", "same", "none"])
+def test_a_base_in_mxfp4_is_merged_into_too(tmp_path, quantization):
+    base = make_model(tmp_path / "base", "llama", num_hidden_layers=2)
+    how = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    config = model_config("llama", num_hidden_layers=2)
+    model = random_model(config)
+    nn.quantize(model, **how)
+    mx.save_safetensors(str(base / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (base / "config.json").write_text(json.dumps(config | {"quantization": how}))
+    made = adapter(base, tmp_path / "adapter", size=0.02, layers="last 1")
+    done = export(f"adapter.init_from={made}", to="merged", out=tmp_path / "m", quantization=quantization)
+    theirs, _ = mlx_lm.load(str(tmp_path / "m"))
+    assert (difference(logits(theirs), trained(base, made)) < 1e-5) == (quantization != "same")
+    assert (done.record["logits"]["lost"] < 1e-4) == (quantization != "same")
 
 
 # What ends without an export.

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 CASES = [
     ("llama", {}),
     ("llama", {"rank": 9, "rslora": True}),
+    ("llama", {"rank": 4, "ranks": {"q_proj": 8, "down_proj": 2}}),
     ("llama", {"kind": "dora", "alpha": 3.0}),
     ("llama", {"targets": ["q_proj", "embed_tokens", "lm_head"]}),
     ("llama", {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "*norm"]}),

@@ -75,8 +75,8 @@ def test_zeros_that_fill_a_smaller_rank_up_stay_zeros_and_nothing_else_does(mixe
 def test_a_layer_learns_as_it_does_where_all_have_its_rank(mixed, tmp_path):
     """One step from the start, where B is zero: q_proj at rank 2 beside k_proj at 2 or at 5."""
     rows = write_token_rows(tmp_path / "rows.jsonl", [12, 9])
-    given = ("adapter.targets=[q_proj,k_proj]", "adapter.rank=2", "trainer.max_steps=1", "trainer.clip_norm=0",
-             "optimizer=sgd", "optimizer.lr=1", "optimizer.weight_decay=0")  # fmt: skip
+    given = ["adapter.targets=[q_proj,k_proj]", "adapter.rank=2", "trainer.max_steps=1"]
+    given += ["trainer.clip_norm=0", "optimizer=sgd", "optimizer.lr=1", "optimizer.weight_decay=0"]
     train(mixed, rows, tmp_path / "plain", *given)
     train(mixed, rows, tmp_path / "ranks", *given, "adapter.ranks={k_proj:5}")
     plain, ranks = (arrays(tmp_path / run / "adapter") for run in ("plain", "ranks"))
