@@ -217,6 +217,29 @@ Keys and their defaults:
 {training_keys(COMMANDS["generate"].uses)}"""
 
 
+def _export_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import export_keys, training_keys
+
+    return f"""\
+usage: mlxft export [--json] adapter.init_from=FOLDER to=peft|merged|gguf out=FOLDER [KEY=VALUE ...]
+
+Writes a trained adapter in the form that another program loads: PEFT's layout, a whole model with the adapter
+merged into it, or GGUF. Its logits are compared with the trained model's before anything is kept.
+
+  mlxft export adapter.init_from=runs/x/adapter to=peft out=peft
+  mlxft export adapter.init_from=runs/x/adapter to=merged out=merged dtype=float32
+  mlxft export adapter.init_from=runs/x/adapter to=gguf gguf=adapter out=gguf
+
+Without model.path it is the model that the adapter names. --json prints one JSON object on standard output.
+
+Keys and their defaults (of the rows only some are read, to compare on; without them, some sentences):
+
+{export_keys()}
+
+{training_keys(COMMANDS["export"].uses)}"""
+
+
 def _preview_help() -> str:
     from mlxft.config.reference import preview_keys, training_keys
 
@@ -345,6 +368,7 @@ COMMANDS = {
     "train": Command("fine-tune a model", _train_help, _train),
     "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
     "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
+    "export": Command("an adapter for other programs", _export_help, _main_of("mlxft.export.command")),
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),

@@ -104,12 +104,15 @@ class AdapterConfig:
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
     rslora: bool = False  # scale = alpha / sqrt(rank)
+    rank_by: str = "constant"  # constant | bits: a layer's rank is rank x its bits / 4, at least 2
+    ranks: dict[str, int] = field(default_factory=dict)  # {name or pattern: rank}, before rank_by
     dropout: float = 0.0  # share of the adapter's inputs set to zero
     targets: Any = None  # names or patterns of linear layers, experts too; None: all linear ones of a block
     layers: Any = "all"  # "all", or the last N: "last 8"
     modules_to_save: Any = None  # names of modules that are trained whole beside it: [norm,lm_head]
     init_from: Any = None  # an adapter's folder, mlx-lm's or PEFT's; several are added up
     init_weights: Optional[list[float]] = None  # what each of several counts; None: 1
+    any_base: bool = False  # true: init_from may have been trained on other weights than the model's
 
     @property
     def starts(self) -> list[str]:
@@ -190,3 +193,17 @@ class GenerateConfig:
     top_p: float = 1.0  # the share of probability that is drawn from
     seed: int = 0  # of the draws
     thinking: bool = False  # let the model think first, where its template knows how
+
+
+@dataclass
+class ExportConfig:
+    """The keys of `mlxft export` beside those of the model, the adapter and the rows to compare on."""
+
+    to: str = MISSING  # peft | merged | gguf
+    out: str = MISSING  # a folder, new or empty
+    dtype: str = "auto"  # of dense weights that are written: auto (the base's own) | float32 | bfloat16 | ...
+    quantization: str = "mixed"  # merged, of a quantised base: mixed (changed layers dense) | none | same
+    gguf: str = "model"  # of to=gguf: model (merged) | adapter
+    limit: Optional[float] = None  # share of the adapter's effect that may be lost; None: 0.5 (same: any)
+    hub: Optional[str] = None  # USER/NAME: uploaded there afterwards
+    hub_private: Optional[bool] = None  # a new repository's visibility; None: as the account has it

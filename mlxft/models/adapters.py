@@ -134,21 +134,17 @@ def save_peft_adapter(folder: str | Path, model: nn.Module, base: str) -> None:
 
     Raises: InputError for what the layout has no word for; OSError if it can't be written.
     """
-    updates, whole = even_updates(model), whole_arrays(model)
-    experts = [path for path, low in updates.items() if low.a.ndim == 3]
-    if experts:
-        raise InputError(f"PEFT's layout has no updates of experts in one array, as {experts[0]} is here")
-    if not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules()):
-        if any(is_embedding(path) for path in updates):
-            raise InputError("PEFT's layout cannot say that an embedding's update is the head's too")
+    whole = whole_arrays(model)
+    is_tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
+    if is_tied:
         for name, array in list(whole.items()):
             if is_embedding(name.rpartition(".")[0]):
                 whole["lm_head.weight"] = array
-    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates, whole, base))
+    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates_of(model), whole, base, is_tied))
 
 
-def even_updates(model: nn.Module) -> dict[str, LowRank]:
-    """Returns the updates on `model` by path, at one rank and scale."""
+def updates_of(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path. Raises: ValueError if there are none."""
     updates = {
         path: LowRank(module.lora_a, module.lora_b, module.scale, module.get("m"))
         for path, module in model.named_modules()
@@ -156,7 +152,12 @@ def even_updates(model: nn.Module) -> dict[str, LowRank]:
     }
     if not updates:
         raise ValueError("the model has no LoRA layers to save")
-    return mlxlm_adapter.at_one_rank(updates)
+    return updates
+
+
+def even_updates(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path, at one rank and scale."""
+    return mlxlm_adapter.at_one_rank(updates_of(model))
 
 
 def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, mx.array], dict]:

@@ -78,4 +78,12 @@ def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     layer.weight = weight.astype(dtype)
     if "bias" in module:
         layer.bias = module.bias.astype(dtype)
+    layer.packed_bits = module.bits
     return layer
+
+
+def bits_of(module: nn.Module) -> int:
+    """Returns the bits that each of a layer's weights is stored in, also of one that was made dense here."""
+    if is_quantised(module):
+        return module.bits
+    return getattr(module, "packed_bits", None) or 8 * module.weight.dtype.size

@@ -70,9 +70,7 @@ def lazy_model(
     from mlxft.available_memory import available_bytes
     from mlxft.backend import backend
 
-    _check_config(folder)
-    audit.weight_files(folder)
-    model, config = _audited_model(folder)
+    model, config = stored_model(folder)
     on_cpu = backend() == "cpu"
     target = _target_dtype(dtype, on_cpu)
     if on_cpu:
@@ -83,6 +81,26 @@ def lazy_model(
     if target is not None:
         model.set_dtype(target)
     return model, config
+
+
+def stored_model(folder: Path) -> tuple["nn.Module", dict[str, Any]]:
+    """Returns the model in `folder` as it is stored, quantised layers packed, and its configuration.
+
+    Weights are not yet read but for their headers. Raises: InputError.
+    """
+    _check_config(folder)
+    audit.weight_files(folder)
+    return _audited_model(folder)
+
+
+def sanitized(config: dict[str, Any], weights: dict[str, "mx.array"]) -> dict[str, "mx.array"]:
+    """Returns a checkpoint's tensors as the code of its family names and arranges them.
+
+    What it leaves as it was are the same objects. config: of the model, as `stored_model` returns it.
+    """
+    model_class, args_class = _model_classes(config)
+    model = model_class(args_class.from_dict(config))  # its own: some take parts off while they do it
+    return dict(model.sanitize(dict(weights))) if hasattr(model, "sanitize") else dict(weights)
 
 
 def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:

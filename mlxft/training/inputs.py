@@ -22,6 +22,7 @@ from mlxft.models.adapters import settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.models.manifest import check_base
 from mlxft.training import optimizer
 from mlxft.training.layout_choice import log_tokens
 from mlxft.training.objectives.common import Row
@@ -183,6 +184,8 @@ def windows_to_plan(
 
 def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterReport]:
     """Returns the model in `folder` with what is trained on it, and what that is. Raises: InputError."""
+    if not config.adapter.any_base:
+        check_base(config.adapter.starts, folder)
     model = load_model(folder, config.model.dtype)
     made = view(model)
     report = apply_adapter(model, config.adapter, config.trainer.seed)

@@ -16,6 +16,7 @@ from mlxft.config.schema import Config
 from mlxft.data.batches import PackedOrder
 from mlxft.errors import MlxftError
 from mlxft.layouts.arrange import Arranger
+from mlxft.models import manifest
 from mlxft.models.adapters import save_adapter
 from mlxft.models.load import load_tokenizer, num_positions, vocabulary_size
 from mlxft.models.resolve import resolve
@@ -124,6 +125,9 @@ class _Run:
         self.view, self.report = load_trained(config, folder)
         if start.continuation:
             start.continuation.check_adapter(self.report)
+        self.manifest = manifest.describe(
+            config.model, folder, self.rows.digests(), to_yaml(config)
+        )
         self._make_objective(reference_folder)
         self.choice = self._choose_plan(folder, reference_folder)
         self.memory = StepMemory()
@@ -275,6 +279,7 @@ class _Run:
 
     def _write_adapter(self, folder: Path) -> None:
         save_adapter(folder, self.view.model, self.config.adapter, self.config.model.path)
+        write_whole(folder / manifest.NAME, as_json(self.manifest))
 
     def _write_identity(self) -> None:
         write_whole(self.run_dir / CONFIG, to_yaml(self.config))

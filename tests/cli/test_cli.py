@@ -46,7 +46,8 @@ def test_help_and_recipes_answer_in_under_a_second(arguments):
 def test_help_and_recipes_import_nothing_heavy():
     program = (
         "import sys; from mlxft.cli import main; "
-        "[main([command, '--help']) for command in ('train', 'eval', 'generate', 'preview', 'plan')]; "
+        "commands = ('train', 'eval', 'generate', 'export', 'preview', 'plan'); "
+        "[main([command, '--help']) for command in commands]; "
         "main(['--help']); main(['recipes']); "
         "heavy = {'mlx.core', 'transformers', 'datasets', 'hydra', 'numpy', 'rich'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
@@ -86,7 +87,7 @@ def test_a_typo_ends_every_command_that_takes_keys_with_2(command, capsys):
     "arguments, words",
     [
         (["trian"], "did you mean mlxft train?"),
-        (["zzz"], "there are train, eval, generate, preview, plan, recipes, migrate, doctor"),
+        (["zzz"], "there are train, eval, generate, export, preview, plan, recipes, migrate, doctor"),
         (["optimizer.lr=1"], "the command comes first: mlxft train optimizer.lr=1"),
         (["recipes", "made_upp"], "did you mean made_up?"),
         (["recipes", "copy"], "takes nothing, NAME, or copy NAME"),
