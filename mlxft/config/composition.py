@@ -6,12 +6,17 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
-from mlxft.config.combinations import absent_files, starting_adapters, training_contradictions
+from mlxft.config.combinations import (
+    absent_files,
+    evaluation_contradictions,
+    starting_adapters,
+    training_contradictions,
+)
 from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, GenerateConfig, PreviewConfig, PreviewKeys
+from mlxft.config.schema import Config, EvalConfig, EvalKeys, GenerateConfig, PreviewConfig, PreviewKeys
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -23,11 +28,12 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview: the keys that only the command of that name has, where it is that command's.
+    eval, generate, preview: the keys that only the command of that name has, where it is that command's.
     """
 
     config: Config
     recipe: str | None = None
+    eval: EvalConfig | None = None
     generate: GenerateConfig | None = None
     preview: PreviewConfig | None = None
 
@@ -65,8 +71,9 @@ COMMANDS = {
         Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(
             "eval",
-            ("model", "head", *_ADAPTED, *(f"data.{name}" for name in _READING)),
-            (_MODEL, (("data.valid", "data.train"), "a file: data.valid=rows.jsonl")),
+            ("model", "head", "eval", *_ADAPTED, *(f"data.{name}" for name in _READING)),
+            (_MODEL, (("data.valid", "data.train", "eval.tasks"), "a file: data.valid=rows.jsonl")),
+            own=EvalKeys,
         ),
         Command(
             "generate",
@@ -91,9 +98,10 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     body = _chosen_body(request, keys, problems)
     values = _resolved(_run_hydra(request, body), keys, problems)
     settings = _checked(values | request.texts, wanted, keys, problems)
+    evaluated = _build(EvalKeys, settings).eval if wanted.own is EvalKeys else None
     generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
     preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
-    return Composed(_build(Config, settings), request.recipe, generate, preview)
+    return Composed(_build(Config, settings), request.recipe, evaluated, generate, preview)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:
@@ -241,6 +249,8 @@ def _check_together(
         checks.append(training_contradictions(settings, keys))
     else:
         checks.append(starting_adapters(settings))
+    if command.own is EvalKeys:
+        checks.append(evaluation_contradictions(settings, keys))
     for check in checks:
         for name, text in check:
             if not problems.about(name):
