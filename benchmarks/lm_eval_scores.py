@@ -27,7 +27,8 @@ fewshot_config: {{sampler: first_n}}
 """
 _LETTERS = """\
 output_type: multiple_choice
-doc_to_text: "{{question.strip()}}{% for each in choices %}\\n{{'ABCD'[loop.index0]}}. {{each}}{% endfor %}\\nAnswer:"
+doc_to_text: "{{question.strip()}}{% for each in choices %}\\n{{'ABCD'[loop.index0]}}. {{each}}\\
+  {% endfor %}\\nAnswer:"
 doc_to_choice: ["A", "B", "C", "D"]
 doc_to_target: answer
 metric_list: [{metric: acc}]

@@ -3,6 +3,7 @@
 lm-eval brings prompts, few-shot examples and metrics; this gives it log-probabilities and answers.
 """
 
+import difflib
 import logging
 import time
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from mlxft.config.keys import nearest
 from mlxft.errors import InputError
 from mlxft.evaluation.answers import Question, answers
 from mlxft.evaluation.continuations import Continuation, Scorer
@@ -177,7 +177,8 @@ class Tasks(TaskManager):
     """lm-eval's tasks, and those of YAML files, loaded once; wrong ones are told in one sentence."""
 
     def __init__(self, names: Sequence[str]):
-        super().__init__()
+        # Reading the names of lm-eval's own thousands of tasks takes seconds.
+        super().__init__(include_defaults=not all(map(_is_file, names)))
         self.loaded = self._load(names)
 
     def load(self, task_list: Any) -> Any:
@@ -203,16 +204,20 @@ class Tasks(TaskManager):
         return loaded
 
     def _found(self, name: str) -> list[Any]:
-        if name.endswith((".yaml", ".yml")):
+        if _is_file(name):
             if not Path(name).is_file():
                 raise InputError(f"eval.tasks={name}: there is no such file")
             return [load_yaml(str(Path(name).absolute()), resolve_func=True)]
         found = self.match_tasks([name])
         if not found:
-            near = nearest(name, self.all_tasks)
-            hint = f". Did you mean {near}?" if near else ""
+            near = difflib.get_close_matches(name, self.all_tasks, n=3)
+            hint = f". Near it: {', '.join(near)}" if near else ""
             raise InputError(f"eval.tasks={name}: lm-eval has no such task, and it is no YAML file{hint}")
         return found
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
 
 
 def evaluate_tasks(

@@ -109,7 +109,7 @@ def test_eval_wants_a_model_and_a_file_and_refuses_what_it_does_not_use():
             command="eval",
         )
     text = str(caught.value)
-    assert "data.valid or data.train: it is missing" in text
+    assert "data.valid or data.train or eval.tasks: it is missing" in text
     assert "optimizer.lr: mlxft eval does not use it" in text
     assert "trainer: mlxft eval does not use it" in text
     assert "data.shuffle: mlxft eval does not use it" in text
