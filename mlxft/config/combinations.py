@@ -60,7 +60,7 @@ def evaluation_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Ke
         return
     for name in ("data.valid", "eval.stride", "eval.max_tokens", "eval.extract", "eval.run_code"):
         if name in given:
-            yield name, "lm-eval's tasks bring their own; leave it out, or eval.tasks"
+            yield name, "lm-eval's tasks bring their own; leave it out (over a recipe: null), or eval.tasks"
 
 
 def _steps(settings: Mapping[str, Any]) -> Found:

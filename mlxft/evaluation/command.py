@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional, Protocol
@@ -86,15 +86,17 @@ class Report:
         if self.found.rows:
             numbers |= {"rows": self.found.rows, "windows": self.found.windows}
         numbers |= {"model": self.model, "adapter": self.adapter, "data": self.data}
-        if self.found.reference is not None:
-            numbers["reference"] = self.found.reference.as_dict() | {"model": self.reference}
+        if self.reference is not None:
+            beside = self.found.reference.as_dict() if self.found.reference is not None else {}
+            numbers["reference"] = beside | {"model": self.reference}
         return numbers
 
     def lines(self) -> list[tuple[str, ...]]:
         """Returns (name, value) as text, for people; with a reference (name, its value, the model's)."""
         about, own = self._about(), self.evaluation.lines()
         if self.found.reference is None:
-            return about + own
+            compared = [("reference", self.reference)] if self.reference is not None else []
+            return about + compared + own
         others = dict(self.found.reference.lines())
         both = [(name, others.get(name, ""), value) for name, value in own if name != "seconds"]
         change = self.found.difference.lines() if self.found.difference else []
@@ -161,7 +163,8 @@ class _Task:
         cfg = replace(self.config.data, **changes)
         rows, report = load(self.source, cfg, self.tokenizer, vocabulary_size(self.folder))
         _warn(report)
-        return rows if self.wanted.limit is None else rows[: self.wanted.limit]
+        number = len(rows) if self.wanted.limit is None else min(self.wanted.limit, len(rows))
+        return [rows[place] for place in range(number)]
 
     def batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         return fixed_batches(rows, self.config.data.batch_size)
@@ -204,9 +207,31 @@ def evaluate_config(config: Config, wanted: Optional[EvalConfig] = None) -> Repo
     else:
         source = config.data.train if config.data.valid is None else config.data.valid
         form = find_form(first_row(source, config.data), config.data.format)
+        _refuse_unused(wanted, form)
         # Each loads its rows first: what is wrong with them is said before a large model is read.
         found = _HOW[form.kind](_Task(config, wanted, folder, source, form))
     return Report(found, config.model.path, config.adapter.init_from, source, wanted.reference)
+
+
+# The keys of `eval` that rows of a form, or of a kind, make use of beside reference and limit.
+_USES = {
+    "text": ("stride",),
+    "choices": ("batch_tokens", "chat"),
+    "answer": ("chat", "max_tokens", "extract"),
+    "code": ("chat", "max_tokens", "run_code", "timeout"),
+}
+
+
+def _refuse_unused(wanted: EvalConfig, form: Form) -> None:
+    """Raises InputError for a key of `eval` that was given and that rows of this form make no use of."""
+    used = ("reference", "limit", *_USES.get(form.format, ()))
+    for item in fields(EvalConfig):
+        if item.name not in used and getattr(wanted, item.name) != item.default:
+            users = [name for name, keys in _USES.items() if item.name in keys]
+            raise InputError(
+                f"eval.{item.name}: it is for rows of the format {' or '.join(users)}, and these have the "
+                f"format {form.format}. Leave it out"
+            )
 
 
 def _evaluate_examples(task: _Task) -> Evaluated:
@@ -215,8 +240,6 @@ def _evaluate_examples(task: _Task) -> Evaluated:
         length, bos_id = task.config.data.max_length, task.tokenizer.bos_token_id
         stride = task.wanted.stride
         examples = [window for text in texts for window in text_windows.cut(text, length, bos_id, stride)]
-    elif task.wanted.stride is not None:
-        raise InputError("eval.stride: only plain text is cut into windows; leave it out for rows of turns")
     else:
         texts = examples = task.load(load_examples)
     made = task.model()

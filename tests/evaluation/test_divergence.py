@@ -14,7 +14,7 @@ from mlxft.models.adapters import load_adapter
 from mlxft.models.lora_linear import adapter_disabled
 from tests.evaluation.made import make_adapter
 from tests.evaluation.test_perplexity import examples
-from tests.runs import write_token_rows
+from tests.runs import write_rows, write_token_rows
 from tests.tiny_models import make_model
 
 EXACT = 1e-4  # float32 against float64, differences of like numbers
@@ -102,6 +102,36 @@ def test_a_reference_with_other_tokens_is_refused(folder, rows, tmp_path):
     other = make_model(tmp_path, "llama", vocab_size=300)
     with pytest.raises(InputError, match="eval.reference=.*: its tokens are not those of"):
         configured(folder, rows, f"eval.reference={other}")
+
+
+def test_labelled_answers_are_compared_with_the_reference_that_is_named(folder, tmp_path):
+    rows = [{"prompt_ids": [5, 6, 7], "completion_ids": [8, 9], "label": bool(n % 2)} for n in range(4)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    other = make_model(tmp_path / "other", "llama", seed=1)
+    made = configured(folder, data, f"eval.reference={other}").as_dict()
+    ratio = sum_of_logps(load(str(folder))[0]) - sum_of_logps(load(str(other))[0])
+    assert made["log_ratio_desirable"] == pytest.approx(ratio, rel=EXACT)
+    assert made["reference"] == {"model": str(other)}
+
+
+def sum_of_logps(model):
+    logits = np.array(model(mx.array([[5, 6, 7, 8]]))[0, 2:].astype(mx.float32), np.float64)
+    logps = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logps[0, 8] + logps[1, 9]
+
+
+@pytest.mark.parametrize("key", ["stride=8", "chat=true", "max_tokens=9", "extract=x", "batch_tokens=9"])
+def test_a_key_that_rows_make_no_use_of_is_refused(key, folder, rows):
+    with pytest.raises(InputError, match=f"eval.{key.partition('=')[0]}: it is for rows of the format"):
+        configured(folder, rows, f"eval.{key}")
+
+
+def test_the_first_rows_can_be_evaluated_alone(folder, rows, tmp_path):
+    first = tmp_path / "first.jsonl"
+    first.write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
+    assert configured(folder, rows, "eval.limit=2").as_dict()["loss"] == pytest.approx(
+        configured(folder, first).as_dict()["loss"]
+    )
 
 
 @pytest.mark.parametrize(
