@@ -180,20 +180,24 @@ Keys and their defaults (one without a default is decided from the model, or sta
 
 def _eval_help() -> str:
     from mlxft.config.composition import COMMANDS
-    from mlxft.config.reference import training_keys
+    from mlxft.config.reference import evaluation_keys, training_keys
 
     return f"""\
 usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
 
 Says the loss and the perplexity of a model, or of an adapter on it, on a file of texts; of pairs of answers,
-how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them.
+how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them;
+of questions, how many are answered right. Or runs tasks of lm-eval.
 
   mlxft eval model=smollm2 data.valid=rows.jsonl
-  mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter --json
+  mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter eval.reference=base --json
+  mlxft eval model=smollm2 eval.tasks=[arc_easy,mine.yaml] eval.limit=100
 
 --json prints one JSON object on standard output.
 
 Keys and their defaults:
+
+{evaluation_keys()}
 
 {training_keys(COMMANDS["eval"].uses)}"""
 

@@ -5,7 +5,8 @@ LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 GRADIENTS = ("auto", "whole", "checkpoint", "segmented")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = (
-    "auto", "messages", "completion", "text", "preference", "unpaired", "tokens", "alpaca", "sharegpt"
+    "auto", "messages", "completion", "text", "preference", "unpaired", "tokens", "alpaca", "sharegpt",
+    "choices", "answer", "code",
 )  # fmt: skip
 SET_KEYS = ("path", "weight", "split", "revision", "subset", "columns")  # of a set of rows
 BAD_ROWS = ("refuse", "skip")

@@ -45,6 +45,24 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
         yield "head.chunk", "it has no meaning with head.kind=full; leave one of them out"
 
 
+def evaluation_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> Found:
+    """Yields (key, what is wrong) for settings of an evaluation that exclude each other."""
+    given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
+    if settings["eval.reference"] == "base" and is_missing(settings["adapter.init_from"]):
+        yield "eval.reference", "there is no adapter to compare with its base; give adapter.init_from"
+    if settings["eval.stride"] is not None and settings["eval.stride"] >= settings["data.max_length"]:
+        yield "eval.stride", f"windows have data.max_length={settings['data.max_length']} tokens; give fewer"
+    if "eval.timeout" in given and not settings["eval.run_code"]:
+        yield "eval.timeout", "it is of programs, and none is run; give eval.run_code=true, or leave it out"
+    if is_missing(settings["eval.tasks"]):
+        if "eval.num_fewshot" in given:
+            yield "eval.num_fewshot", "it is of lm-eval's tasks; give eval.tasks, or leave it out"
+        return
+    for name in ("data.valid", "eval.stride", "eval.max_tokens", "eval.extract", "eval.run_code"):
+        if name in given:
+            yield name, "lm-eval's tasks bring their own; leave it out (over a recipe: null), or eval.tasks"
+
+
 def _steps(settings: Mapping[str, Any]) -> Found:
     steps, warmup = settings["trainer.max_steps"], settings["schedule.warmup_steps"]
     if steps is not None and warmup >= steps:

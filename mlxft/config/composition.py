@@ -6,12 +6,17 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
-from mlxft.config.combinations import absent_files, starting_adapters, training_contradictions
+from mlxft.config.combinations import (
+    absent_files,
+    evaluation_contradictions,
+    starting_adapters,
+    training_contradictions,
+)
 from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, ExportConfig, GenerateConfig, PreviewConfig, PreviewKeys
+from mlxft.config.schema import Config, EvalKeys, ExportConfig, GenerateConfig, PreviewKeys
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -23,14 +28,12 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview, export: the keys that only the command of that name has, where it is that command's.
+    own: the keys that only the command has, of its schema; None where it has none.
     """
 
     config: Config
     recipe: str | None = None
-    generate: GenerateConfig | None = None
-    preview: PreviewConfig | None = None
-    export: ExportConfig | None = None
+    own: Any = None
 
     @property
     def run_name(self) -> str:
@@ -71,8 +74,9 @@ COMMANDS = {
         Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(
             "eval",
-            ("model", "head", *_ADAPTED, *(f"data.{name}" for name in _READING)),
-            (_MODEL, (("data.valid", "data.train"), "a file: data.valid=rows.jsonl")),
+            ("model", "head", "eval", *_ADAPTED, *(f"data.{name}" for name in _READING)),
+            (_MODEL, (("data.valid", "data.train", "eval.tasks"), "a file: data.valid=rows.jsonl")),
+            own=EvalKeys,
         ),
         Command(
             "generate",
@@ -107,10 +111,8 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     body = _chosen_body(request, keys, problems)
     values = _resolved(_run_hydra(request, body), keys, problems)
     settings = _checked(values | request.texts, wanted, keys, problems)
-    generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
-    preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
-    export = _build(ExportConfig, settings) if wanted.own is ExportConfig else None
-    return Composed(_build(Config, settings), request.recipe, generate, preview, export)
+    own = _build(wanted.own, settings) if wanted.own else None
+    return Composed(_build(Config, settings), request.recipe, own)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:
@@ -258,6 +260,8 @@ def _check_together(
         checks.append(training_contradictions(settings, keys))
     else:
         checks.append(starting_adapters(settings))
+    if command.own is EvalKeys:
+        checks.append(evaluation_contradictions(settings, keys))
     for check in checks:
         for name, text in check:
             if not problems.about(name):

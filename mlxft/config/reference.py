@@ -7,7 +7,7 @@ from typing import get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.keys import Key, groups_of, is_among, keys_of
-from mlxft.config.schema import Config, ExportConfig, GenerateConfig, PreviewKeys
+from mlxft.config.schema import Config, EvalKeys, ExportConfig, GenerateConfig, PreviewKeys
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
@@ -15,6 +15,11 @@ _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULT
 def training_keys(used: tuple[str, ...] | None = None) -> str:
     """Returns a line for each key among the groups and keys `used` (None: all): name, default, what it is."""
     return _in_groups(Config, used)
+
+
+def evaluation_keys() -> str:
+    """Returns a line for each key that only `mlxft eval` has."""
+    return _in_groups(EvalKeys, None)
 
 
 def preview_keys() -> str:

@@ -183,6 +183,30 @@ class PreviewKeys:
 
 
 @dataclass
+class EvalConfig:
+    """The group `eval`: what `mlxft eval` does beside scoring rows, and how."""
+
+    reference: Optional[str] = None  # scored beside the model: base (adapter off) | a model's path
+    stride: Optional[int] = None  # tokens a window of long text scores; null: all but its first
+    limit: Optional[int] = None  # only the first rows, or questions of each task
+    batch_tokens: int = 4096  # tokens of one forward when choices are scored
+    chat: Optional[bool] = None  # questions as turns of the chat template; null: rows yes, tasks no
+    max_tokens: int = 256  # tokens of an answer that is written, at most
+    extract: Optional[str] = None  # a pattern: what it last finds in an answer is what counts
+    run_code: bool = False  # run what the model writes, in a sandbox, where rows have tests
+    timeout: float = 10.0  # seconds that such a program may take
+    tasks: Any = None  # of lm-eval: names, or YAML files of tasks; in place of rows
+    num_fewshot: Optional[int] = None  # of tasks: examples before each question; null: as the task says
+
+
+@dataclass
+class EvalKeys:
+    """The group that only `mlxft eval` has, beside what it shares with a training run."""
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass
 class GenerateConfig:
     """The keys of `mlxft generate` beside those of the model and the adapter."""
 

@@ -193,6 +193,18 @@ def _targets(value: Any) -> list[str]:
     return _names(value, "layer", "[q_proj,v_proj]", "adapt all of a block's")
 
 
+def _tasks(value: Any) -> list[str]:
+    return _names(value, "task", "[arc_easy,mine.yaml]", "score rows")
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{_shown(value)} is no pattern: {error}") from None
+    return value
+
+
 def _modules(value: Any) -> list[str]:
     return _names(value, "module", "[norm,lm_head]", "train none whole")
 
@@ -352,6 +364,15 @@ RULES: dict[str, Rule] = {
     "run.dir": _path,
     "preview.rows": Range(1),
     "preview.split": one_of(choices.SPLITS),
+    "eval.reference": _path,
+    "eval.stride": Range(1),
+    "eval.limit": Range(1),
+    "eval.batch_tokens": Range(1),
+    "eval.max_tokens": Range(1),
+    "eval.extract": _pattern,
+    "eval.timeout": Range(0, 3600, open_low=True),
+    "eval.tasks": _tasks,
+    "eval.num_fewshot": Range(0),
     "max_tokens": Range(1),
     "temperature": Range(0),
     "top_p": Range(0, 1, open_low=True),

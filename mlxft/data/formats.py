@@ -47,12 +47,20 @@ FORMS = (
     Form("tokens", "examples", ("input_ids",), ("completion_mask",)),
     Form("tokens", "pairs", ("prompt_ids", "chosen_ids", "rejected_ids")),
     Form("tokens", "unpaired", ("prompt_ids", "completion_ids", "label")),
+    Form("choices", "questions", ("question", "choices", "answer"), ("system",)),
+    Form("answer", "questions", ("question", "answer"), ("system",)),
+    Form("code", "questions", ("prompt", "test", "entry_point")),
 )
 KNOWN_KEYS = tuple(dict.fromkeys(key for form in FORMS for key in form.required + form.optional))
 
 # What rows become, and the objectives that train on it.
 OBJECTIVES = {"examples": ("sft",), "pairs": ("dpo", "orpo", "cpo", "simpo"), "unpaired": ("kto",)}
-_IS = {"examples": "a text to learn", "pairs": "a pair of answers", "unpaired": "an answer with a label"}
+_IS = {
+    "examples": "a text to learn",
+    "pairs": "a pair of answers",
+    "unpaired": "an answer with a label",
+    "questions": "a question with an answer to check",
+}
 _NEEDS = {
     "examples": "'messages', 'prompt' and 'completion', 'instruction' and 'output', 'conversations', or "
     "'text'",
@@ -147,9 +155,11 @@ def check_kind(row: Row, form: Form, kind: str) -> None:
     """Raises InputError when rows of this form do not become `kind`, naming the objective that they fit."""
     if form.kind == kind:
         return
+    trains = form.kind in OBJECTIVES
+    use = f"trainer.objective={_either(OBJECTIVES[form.kind])}" if trains else "mlxft eval"
     raise InputError(
         f"{row.where}: this row is {_IS[form.kind]} ({listed(form.required)}), which is for "
-        f"trainer.objective={_either(OBJECTIVES[form.kind])}. Rows for {_either(OBJECTIVES[kind])} have "
+        f"{use}. Rows for {_either(OBJECTIVES[kind])} have "
         f"{_NEEDS[kind]}.{_other_use(row, form) if kind == 'examples' else ''}"
     )
 
@@ -180,6 +190,8 @@ def _other_use(row: Row, form: Form) -> str:
     prompt, chosen = row.values.get("prompt"), row.values.get("chosen")
     if "messages" in row.values:
         return " To train on its messages: data.format=messages."
+    if form.format == "answer":
+        return " To train on the answers: data.columns={prompt: question, completion: answer}."
     if form.format == "unpaired":
         return " To train on every completion, whatever its label: data.format=completion."
     if isinstance(chosen, (str, list)) and type(prompt) is type(chosen):

@@ -66,7 +66,7 @@ def main(overrides: list[str]) -> int:
     from mlxft.config import compose
 
     composed = compose(overrides, command="preview")
-    config, wanted = composed.config, composed.preview
+    config, wanted = composed.config, composed.own.preview
     continuation = continued(composed.run_name, asdict(config))
     _check_folders(config)
     folder = resolve(config.model.path, config.model.revision, with_weights=False)

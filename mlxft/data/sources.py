@@ -16,7 +16,7 @@ from mlxft.errors import InputError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEVER_TEXT = frozenset(
-    ("messages", "conversations", "tools", "history", "label", "input_ids", "completion_mask")
+    ("messages", "conversations", "tools", "history", "label", "input_ids", "completion_mask", "choices")
     + ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 )
 # A split by the names that files of a folder have, as data sets on the hub name them.

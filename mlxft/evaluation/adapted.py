@@ -1,7 +1,5 @@
 """A model as `eval` and `generate` use it: loaded, with the adapters of `adapter.init_from` applied."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.nn as nn
@@ -10,8 +8,10 @@ from mlxft.config.schema import Config
 from mlxft.models.adapters import load_adapter, settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
-from mlxft.models.lora_linear import AdaptedLayer, adapter_disabled
+from mlxft.models.lora_linear import AdaptedLayer
 from mlxft.models.manifest import check_base
+from mlxft.training.objectives.common import Reference
+from mlxft.training.reference import adapter_off, another_model
 
 
 def load_adapted(config: Config, folder: Path) -> nn.Module:
@@ -28,11 +28,8 @@ def load_adapted(config: Config, folder: Path) -> nn.Module:
     return model
 
 
-@contextmanager
-def without_adapter(adapted: DecoderView, config: Config, folder: Path) -> Iterator[DecoderView]:
-    """Gives the model before its adapter: LoRA switched off, or `folder` read anew where all weights came."""
+def base_of(adapted: DecoderView, config: Config, folder: Path) -> Reference:
+    """Returns the model before its adapter: LoRA off, or `folder` read anew where all weights came."""
     if any(isinstance(module, AdaptedLayer) for module in adapted.model.modules()):
-        with adapter_disabled(adapted.model):
-            yield adapted
-    else:
-        yield view(load_model(folder, config.model.dtype))
+        return adapter_off
+    return another_model(view(load_model(folder, config.model.dtype)))

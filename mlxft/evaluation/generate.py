@@ -45,7 +45,7 @@ def main(overrides: list[str]) -> int:
     from mlxft.models.resolve import resolve
 
     composed = compose(overrides, command="generate")
-    wanted = composed.generate
+    wanted = composed.own
     folder = resolve(composed.config.model.path, composed.config.model.revision)
     tokenizer = load_tokenizer(folder)
     prompt = prompt_tokens(tokenizer, wanted.prompt, wanted.system, wanted.thinking)

@@ -54,7 +54,7 @@ def main(overrides: list[str]) -> int:
     from mlxft.config import compose
 
     composed = compose([text for text in overrides if text != "--json"], command="export")
-    done = export(composed.config, composed.export)
+    done = export(composed.config, composed.own)
     if "--json" in overrides:
         print(json.dumps(done.record | {"out": str(done.out), "hub": done.address}, ensure_ascii=False))
     else:

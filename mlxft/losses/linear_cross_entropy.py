@@ -216,6 +216,49 @@ def _after(rows: mx.array, made: list[mx.array], d_params: Any) -> mx.array:
     return mx.depends(rows, [*made, *(array for _, array in tree_flatten(d_params))])
 
 
+def stepped_scores(
+    hidden: mx.array, head: Union[Head, mx.array], targets: mx.array, chunk: Optional[int] = None
+) -> tuple[mx.array, mx.array]:
+    """Returns `linear_logps` (M,), and whether each target is the likeliest token (M,), chunk by chunk.
+
+    For use outside of any graph; arguments as in `linear_logps`.
+    """
+    head = as_head(head)
+    logps, likeliest = [], []
+    for span in _spans(targets, chunk or targets.shape[0]):
+        logits = head.apply(head.params, hidden[span])
+        logps.append(_token_logps(logits, targets[span]))
+        likeliest.append(logits.argmax(axis=-1) == targets[span])
+        mx.eval(logps[-1], likeliest[-1])
+    return mx.concatenate(logps), mx.concatenate(likeliest)
+
+
+def stepped_divergence(
+    logits: Callable[[slice], mx.array],
+    ref_logits: Callable[[slice], mx.array],
+    targets: mx.array,
+    chunk: Optional[int] = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Returns (M,) each: the targets' log p and log q, KL(q || p), whether both have one likeliest token.
+
+    KL = sum over V of q (log q - log p), in nats and float32. logits, ref_logits: rows [start, stop) ->
+    logits (M, V) of p and q; those of one chunk exist at a time. For use outside of any graph.
+    """
+    parts = []
+    for span in _spans(targets, chunk or targets.shape[0]):
+        p, q = (_log_softmax(each(span)) for each in (logits, ref_logits))
+        logps = [mx.take_along_axis(each, targets[span][:, None], axis=-1)[:, 0] for each in (p, q)]
+        kl = (mx.exp(q) * (q - p)).sum(axis=-1)
+        parts.append((*logps, kl, p.argmax(axis=-1) == q.argmax(axis=-1)))
+        mx.eval(parts[-1])
+    return tuple(mx.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
 def _spans(targets: mx.array, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, targets.shape[0], chunk)]
 

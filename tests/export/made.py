@@ -47,7 +47,7 @@ def adapter(model_folder: Path, folder: Path, seed: int = 0, size: float = 0.05,
 def export(*overrides: str, **keys) -> Exported:
     """Exports as the command does; keys: a, b=1 for a=..., b=1."""
     composed = compose([*overrides, *(f"{name}={value}" for name, value in keys.items())], command="export")
-    return export_composed(composed.config, composed.export)
+    return export_composed(composed.config, composed.own)
 
 
 def logits(model: nn.Module, tokens=TOKENS) -> np.ndarray:
