@@ -72,8 +72,16 @@ def test_so_is_that_of_layers_of_two_kinds(how, windowed, data, here):
     assert peak == pytest.approx(measured(windowed, data, here / "run", *PLANS[how]), rel=0.2)
 
 
-@pytest.mark.parametrize("how, chunk", [("segmented", 64), ("whole", 64), ("whole", 16)])
-@pytest.mark.parametrize("adapter", ["lora", "full"])
+@pytest.mark.parametrize(
+    "adapter, how, chunk",
+    [
+        ("lora", "segmented", 64),
+        ("full", "segmented", 64),
+        ("lora", "whole", 64),
+        ("full", "whole", 64),
+        ("full", "whole", 16),
+    ],
+)
 def test_so_is_that_of_a_head_that_takes_most(adapter, how, chunk, data, here):
     """3 or 10 chunks, and logits of 8,192 words for each; a trained one has a gradient too."""
     model = make_model(here / "model", "qwen3", num_hidden_layers=2, vocab_size=8192)
