@@ -6,7 +6,12 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
-from mlxft.config.combinations import absent_files, starting_adapters, training_contradictions
+from mlxft.config.combinations import (
+    absent_files,
+    starting_adapters,
+    tokens_named_twice,
+    training_contradictions,
+)
 from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
@@ -236,7 +241,7 @@ def _checked(
 def _check_together(
     settings: Mapping[str, Any], command: Command, keys: Mapping[str, Key], problems: Problems
 ) -> None:
-    checks = [absent_files(settings)]
+    checks = [absent_files(settings), tokens_named_twice(settings)]
     if command.uses is None:
         checks.append(training_contradictions(settings, keys))
     else:

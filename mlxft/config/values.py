@@ -267,11 +267,24 @@ def _weights(value: list[float]) -> list[float]:
     return value
 
 
+def _new_tokens(value: list[str]) -> list[str]:
+    if not value:
+        raise ValueError('an empty list; leave the key out, or name tokens: ["<|call|>","<|result|>"]')
+    for text in value:
+        if not text.strip():
+            raise ValueError(f"{_shown(text)} is no token: it needs a character that is not white space")
+        if value.count(text) > 1:
+            raise ValueError(f"{_shown(text)} is there {value.count(text)} times; name it once")
+    return value
+
+
 _COUNT = "a whole number, at least 1"
 
 RULES: dict[str, Rule] = {
     "model.path": _path,
     "model.dtype": one_of(choices.DTYPES),
+    "model.new_tokens": _new_tokens,
+    "model.new_special_tokens": _new_tokens,
     "data.train": _rows,
     "data.valid": _rows,
     "data.format": one_of(choices.FORMATS),

@@ -1,6 +1,6 @@
 """A model as `eval` and `generate` use it: loaded, with the adapters of `adapter.init_from` applied."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,14 +11,15 @@ from mlxft.models.adapters import load_adapter, settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora_linear import AdaptedLayer, adapter_disabled
+from mlxft.models.new_tokens import NewToken, new_tokens_of
 
 
-def load_adapted(config: Config, folder: Path) -> nn.Module:
+def load_adapted(config: Config, folder: Path, new: Sequence[NewToken] = ()) -> nn.Module:
     """Returns the model in `folder` in the type that `model.dtype` says, adapted where an adapter is given.
 
-    Raises: InputError naming the file, tensor or key that is wrong.
+    new: tokens that it is given. Raises: InputError naming the file, tensor or key that is wrong.
     """
-    model = load_model(folder, config.model.dtype)
+    model = load_model(folder, config.model.dtype, new)
     if config.adapter.init_from is not None:
         load_adapter(model, config.adapter.init_from, weights=config.adapter.init_weights)
         settle(model)
@@ -32,4 +33,4 @@ def without_adapter(adapted: DecoderView, config: Config, folder: Path) -> Itera
         with adapter_disabled(adapted.model):
             yield adapted
     else:
-        yield view(load_model(folder, config.model.dtype))
+        yield view(load_model(folder, config.model.dtype, new_tokens_of(adapted.model)))

@@ -23,8 +23,8 @@ from mlxft.evaluation.perplexity import Evaluation, evaluate
 from mlxft.evaluation.preference import PreferenceEvaluation, evaluate_pairs
 from mlxft.evaluation.unpaired import UnpairedEvaluation, answer_logps, compare
 from mlxft.layouts.arrange import Arranger
-from mlxft.models.decoder import view
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.decoder import DecoderView, view
+from mlxft.models.new_tokens import Vocabulary, load_vocabulary
 from mlxft.models.resolve import resolve
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.objectives.common import HeadPlan, Row
@@ -99,13 +99,17 @@ class _Task:
         return HeadPlan(self.config.head.kind, self.config.head.chunk)
 
     @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.folder, required=self.form.format != "tokens")
+    def vocabulary(self) -> Vocabulary:
+        return load_vocabulary(self.config, self.folder, required=self.form.format != "tokens")
+
+    def load_model(self) -> DecoderView:
+        """Returns the model, with its adapter where one is given."""
+        return view(load_adapted(self.config, self.folder, self.vocabulary.new))
 
     def load(self, load: Any, **changes: Any) -> list[Row]:
         """Returns the rows as one of data.load's functions reads them; warns of what was cut or dropped."""
         cfg = replace(self.config.data, **changes)
-        rows, report = load(self.source, cfg, self.tokenizer, vocabulary_size(self.folder))
+        rows, report = load(self.source, cfg, self.vocabulary.tokenizer, self.vocabulary.size)
         _warn(report)
         return rows
 
@@ -133,11 +137,11 @@ def evaluate_config(config: Config) -> Report:
 def _evaluate_examples(task: _Task) -> tuple[Evaluation, int, int]:
     if task.form.format == "text":
         texts = task.load(load_examples, max_length=sys.maxsize)
-        length, bos_id = task.config.data.max_length, task.tokenizer.bos_token_id
+        length, bos_id = task.config.data.max_length, task.vocabulary.tokenizer.bos_token_id
         examples = [window for text in texts for window in text_windows.cut(text, length, bos_id)]
     else:
         texts = examples = task.load(load_examples)
-    made = view(load_adapted(task.config, task.folder))
+    made = task.load_model()
     objective = Sft(task.head, Arranger("padded", shape_multiple()))
     evaluation = evaluate(made, _with_progress(task.batches(examples)), objective)
     return evaluation, len(texts), len(examples)
@@ -145,7 +149,7 @@ def _evaluate_examples(task: _Task) -> tuple[Evaluation, int, int]:
 
 def _evaluate_pairs(task: _Task) -> tuple[PreferenceEvaluation, int, int]:
     pairs = task.load(load_pairs)
-    made = view(load_adapted(task.config, task.folder))
+    made = task.load_model()
     layout = choose_layout("orpo", pairs, made.layouts)
     objective = Orpo(task.head, Arranger(layout, shape_multiple()), LossSettings(beta=1.0))
     return evaluate_pairs(made, objective, _with_progress(task.batches(pairs))), len(pairs), len(pairs)
@@ -154,7 +158,7 @@ def _evaluate_pairs(task: _Task) -> tuple[PreferenceEvaluation, int, int]:
 def _evaluate_unpaired(task: _Task) -> tuple[UnpairedEvaluation, int, int]:
     batches = task.batches(task.load(load_unpaired))
     rows = [row for batch in batches for row in batch]
-    made = view(load_adapted(task.config, task.folder))
+    made = task.load_model()
     objective = Kto(task.head, Arranger("padded", shape_multiple()), KtoSettings())
     began, base_logps = time.perf_counter(), None
     logps = answer_logps(made, objective, _with_progress(batches))

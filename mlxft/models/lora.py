@@ -18,6 +18,8 @@ from mlxft.models.fitting import Fitted
 from mlxft.models.lora_linear import AdaptedLayer
 from mlxft.models.low_rank import fresh
 from mlxft.models.mlxlm_adapter import at_one_rank
+from mlxft.models.new_rows import make_one
+from mlxft.models.new_tokens import new_tokens_of
 from mlxft.models.targets import num_expert_layers, select
 from mlxft.models.whole_modules import leaves, select_modules, whole_paths
 
@@ -32,7 +34,7 @@ class AdapterReport:
 
     targets: paths of the adapted layers ("*" for kind full). alpha: the scale times the rank. modules: paths
     of those that are trained whole beside them. expert_layers: how many of the layers are of experts.
-    experts: how many they have in all, an update each.
+    experts: how many they have in all, an update each. new_tokens: whose rows are trained.
     """
 
     num_trainable: int
@@ -45,12 +47,14 @@ class AdapterReport:
     expert_layers: int = 0
     experts: int = 0
     rslora: bool = False
+    new_tokens: int = 0
 
     def __str__(self) -> str:
         share = 100 * self.num_trainable / self.num_total
         sizes = f"{self.num_trainable:,} of {self.num_total:,} parameters are trained ({share:.2f}%)"
+        rows = f"; rows of {self.new_tokens:,} new tokens" if self.new_tokens else ""
         if self.rank is None:
-            return sizes
+            return sizes + rows
         kinds = sorted({path.rpartition(".")[2] for path in self.targets})
         where = f"{len(self.targets)} layers ({', '.join(kinds)})"
         if self.experts:
@@ -58,7 +62,7 @@ class AdapterReport:
         size = f"scale {self.alpha / self.rank:.4g}" if self.rslora else f"alpha {self.alpha:g}"
         name = {"lora": "rsLoRA" if self.rslora else "LoRA", "dora": "DoRA"}[self.kind]
         whole = f"; whole: {', '.join(self.modules)}" if self.modules else ""
-        return f"{sizes}: {name} of rank {self.rank}, {size} on {where}{whole}"
+        return f"{sizes}: {name} of rank {self.rank}, {size} on {where}{whole}{rows}"
 
 
 def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> AdapterReport:
@@ -105,6 +109,7 @@ def _report(model: nn.Module, cfg: AdapterConfig, chosen: Fitted, num_base: int)
         expert_layers=len(experts),
         experts=sum(experts),
         rslora=cfg.rslora,
+        new_tokens=len(new_tokens_of(model)),
     )
 
 
@@ -175,9 +180,11 @@ def _train_everything(model: nn.Module, cfg: AdapterConfig) -> AdapterReport:
             raise InputError(f"adapter.kind=full contradicts adapter.init_from={cfg.init_from}, which is an "
                              f"adapter of kind {kind}; use adapter.kind={kind}")
         load_adapter(model, cfg.init_from)
+    else:
+        make_one(model)
     model.unfreeze()
     total = _num_values(model)
-    return AdapterReport(total, total, ["*"], None, None)
+    return AdapterReport(total, total, ["*"], None, None, new_tokens=len(new_tokens_of(model)))
 
 
 def _num_values(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from mlxft.available_memory import memory_limit_bytes
 from mlxft.backend import backend
 from mlxft.config.schema import Config
 from mlxft.errors import GuardStop
+from mlxft.models.new_tokens import new_tokens_of
 from mlxft.planning.calibrate import calibrate
 from mlxft.planning.predict import Prediction, Predictor, resting_bytes, upper_bound
 from mlxft.planning.shape import ModelShape, model_bytes_in, shape_in
@@ -82,7 +83,8 @@ class Planner:
     def predictor(self) -> Predictor:
         """What predicts, calibrated when it is first asked for."""
         if self._predictor is None:
-            calibration = calibrate(shape_in(self.config, self.folder), self.config, self.wanted)
+            new = new_tokens_of(self.shape.view.model)
+            calibration = calibrate(shape_in(self.config, self.folder, new), self.config, self.wanted)
             gc.collect()  # the probes' arrays: modules and what was traced on them refer to each other
             mx.clear_cache()
             self._predictor = Predictor(self.shape, self.config, self.resting_bytes, calibration)

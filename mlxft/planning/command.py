@@ -16,7 +16,7 @@ from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
 from mlxft.errors import EXIT_DONE
 from mlxft.layouts.arrange import Arranger
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.new_tokens import load_vocabulary
 from mlxft.planning.choose import Choice, Planner, gigabytes
 from mlxft.planning.local import local_folder
 from mlxft.planning.predict import Prediction
@@ -157,9 +157,9 @@ def survey(config: Config) -> Survey:
     folder = local_folder(config.model.path, config.model.revision)
     named = config.loss.reference
     reference = folder if named in ("base", "start") else local_folder(named, key="loss.reference")
-    tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
-    windows = windows_to_plan(config, tokenizer, vocabulary_size(folder))
-    shape = shape_in(config, folder)
+    vocabulary = load_vocabulary(config, folder, required=config.data.format != "tokens")
+    windows = windows_to_plan(config, vocabulary)
+    shape = shape_in(config, folder, vocabulary.new)
     layout = config.trainer.layout
     if layout == "auto":
         layout = choose_layout(config.trainer.objective, windows.rows, shape.view.layouts)
