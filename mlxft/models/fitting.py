@@ -106,7 +106,12 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
 
 
 def check_new_tokens(adapter: Adapter, model: nn.Module) -> None:
-    """Raises InputError if the model lacks new tokens of the adapter, or has some that its tables lack."""
+    """Raises InputError if the model lacks new tokens of the adapter, or has some that its tables lack.
+
+    Of an adapter that does not say which it has only shapes are looked at, later.
+    """
+    if adapter.num_new_tokens is None:
+        return
     tables = {path: module for path, module in model.named_modules() if isinstance(module, NewRows)}
     count = max((module.new_rows.shape[0] for module in tables.values()), default=0)
     if adapter.num_new_tokens > count:

@@ -98,7 +98,8 @@ def load_vocabulary(config: Config, folder: Path, required: bool = True) -> Voca
     for place, (each, number) in enumerate(zip(wanted, numbers, strict=True)):
         _check_number(each, number, folder)
         if number != first + place or not pieces[place]:
-            raise InputError(f"{each.where}: the tokenizer in {folder} does not take {each.text!r} as a token")
+            what = f"the tokenizer in {folder} does not take {each.text!r} as a token"
+            raise InputError(f"{each.where}: {what}. Leave it out")
         _check_text(each, tokenizer.decode([number]), folder)
     new = tuple(
         NewToken(number, each.text, each.special, made_of)
