@@ -52,7 +52,7 @@ class AdapterReport:
     def __str__(self) -> str:
         share = 100 * self.num_trainable / self.num_total
         sizes = f"{self.num_trainable:,} of {self.num_total:,} parameters are trained ({share:.2f}%)"
-        rows = f"; rows of {self.new_tokens:,} new tokens" if self.new_tokens else ""
+        rows = f"; rows of new tokens: {self.new_tokens:,}" if self.new_tokens else ""
         if self.rank is None:
             return sizes + rows
         kinds = sorted({path.rpartition(".")[2] for path in self.targets})

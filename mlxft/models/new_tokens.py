@@ -110,8 +110,9 @@ def load_vocabulary(config: Config, folder: Path, required: bool = True) -> Voca
             f"the tokenizer in {folder} has {first:,} tokens and the model an embedding of {size:,}, so new "
             "tokens would have no place. Take a tokenizer that fits the model"
         )
-    room = "in rows that the vocabulary has to spare" if last < size else "the embedding grows by their rows"
-    log.info("new tokens: %s; ids %d to %d, %s", ", ".join(t.text for t in new), first, last, room)
+    room = "in rows that the vocabulary has to spare" if last < size else "and the embedding grows"
+    ids = f"ids {first} to {last}" if last > first else f"id {first}"
+    log.info("new tokens: %s; %s, %s", ", ".join(token.text for token in new), ids, room)
     return Vocabulary(tokenizer, max(size, last + 1), new)
 
 

@@ -11,6 +11,7 @@ from mlxft.config import from_dict
 from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.models.adapters import load_adapter, save_adapter, save_peft_adapter
+from mlxft.models.decoder import view
 from mlxft.models.load import load_model, load_tokenizer
 from mlxft.models.lora import apply_adapter
 from mlxft.models.lora_linear import adapter_disabled
@@ -63,12 +64,12 @@ def test_new_tokens_are_one_token_wherever_they_stand_and_get_the_next_numbers(f
         (261, RESULT, True),
     ]
     assert vocabulary.new[1].pieces == tuple(byte + 3 for byte in b"ab c")
-    assert vocabulary.size == 262
+    assert vocabulary.size == view(load_model(folder, new=vocabulary.new)).vocabulary == 262
     tokens = vocabulary.tokenizer.encode(f"x{CALL}ab cd{RESULT}", add_special_tokens=False)
     assert tokens == [ord("x") + 3, 259, 260, ord("d") + 3, 261]
     assert vocabulary.tokenizer.decode(tokens) == f"x{CALL}ab cd{RESULT}"
     assert vocabulary.tokenizer.decode(tokens, skip_special_tokens=True) == f"x{CALL}ab cd"
-    assert "ids 259 to 261, the embedding grows by their rows" in caplog.text
+    assert "ids 259 to 261, and the embedding grows" in caplog.text
 
 
 def test_the_tokenizer_is_what_it_was_otherwise(folder):
@@ -88,9 +89,9 @@ def test_rows_to_spare_are_used_before_the_embedding_grows(tmp_path, caplog):
     folder = make_model(tmp_path / "padded", "llama", vocab_size=300)
     vocabulary = vocabulary_of(folder, new_tokens=[CALL])
     assert (vocabulary.new[0].number, vocabulary.size) == (259, 300)
-    assert "ids 259 to 259, in rows that the vocabulary has to spare" in caplog.text
+    assert "id 259, in rows that the vocabulary has to spare" in caplog.text
     model = load_model(folder, new=vocabulary.new)
-    assert model(TOKENS).shape[-1] == 300
+    assert model(TOKENS).shape[-1] == view(model).vocabulary == 300
 
 
 def test_a_token_of_the_vocabulary_is_used_as_it_is_and_that_is_said(folder, caplog):
@@ -299,5 +300,5 @@ def test_the_report_counts_rows_and_says_how_many_tokens(tmp_path):
     model, plain = load_model(folder, new=new), load_model(folder)
     report, without = (apply_adapter(each, AdapterConfig(rank=2)) for each in (model, plain))
     assert report.num_trainable == without.num_trainable + 2 * 2 * 64  # embedding and head
-    assert str(report).endswith("; rows of 2 new tokens")
+    assert str(report).endswith("; rows of new tokens: 2")
     assert sum(isinstance(module, NewRows) for module in model.modules()) == 2

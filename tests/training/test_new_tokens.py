@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -118,6 +119,30 @@ def test_a_resumed_run_equals_one_that_never_stopped(folders, tmp_path, more):
     train(folders, "llama", tmp_path / "again", *more, f"trainer.resume={first}")
     assert same(arrays(tmp_path / "straight" / "adapter"), arrays(tmp_path / "again" / "adapter"))
     assert metrics(tmp_path / "straight") == metrics(tmp_path / "again")
+
+
+def test_a_run_that_began_from_an_adapter_with_tokens_resumes_to_the_same(folders, tmp_path):
+    train(folders, "tied", tmp_path / "first")
+    more = [f"adapter.init_from={tmp_path / 'first/adapter'}", f"data.valid={folders / 'chats.jsonl'}"]
+    train(folders, "tied", tmp_path / "straight", *more, "trainer.eval_every=1", named=[])
+    first = tmp_path / "straight" / "checkpoints" / "step-000001"
+    more += ["trainer.eval_every=2", f"trainer.resume={first}"]
+    train(folders, "tied", tmp_path / "again", *more, named=[])
+    assert same(arrays(tmp_path / "straight" / "adapter"), arrays(tmp_path / "again" / "adapter"))
+
+
+def test_the_best_adapter_has_the_tokenizer_though_it_is_found_again(folders, tmp_path):
+    more = [f"data.valid={folders / 'chats.jsonl'}", "trainer.eval_every=1"]
+    train(folders, "llama", tmp_path / "run", *more)
+    best = tmp_path / "run" / "best"
+    files = {path.name: path.read_bytes() for path in best.iterdir()}
+    assert json.loads(files["best.json"])["step"] == 3 and "tokenizer.json" in files
+    shutil.rmtree(best)
+    train(folders, "llama", tmp_path / "run", *more, "trainer.resume=auto", "trainer.max_steps=4")
+    shutil.rmtree(best)
+    train(folders, "llama", tmp_path / "run", *more, "trainer.resume=auto", "trainer.max_steps=4")
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in best.iterdir()}
+    assert not {"optimizer.safetensors", "state.json"} & {path.name for path in best.iterdir()}
 
 
 def test_a_resumed_run_with_other_tokens_is_refused(folders, tmp_path):
