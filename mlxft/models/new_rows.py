@@ -90,7 +90,9 @@ class NewRows(nn.Module):
         return self.joined(self.table[name], self[{"weight": ROWS, "bias": BIAS}[name]], axis=0)
 
     def as_one(self) -> nn.Module:
-        """Returns the table, which has to be dense, with all rows in its array."""
+        """Returns the table with all rows in its array. It has to be dense, low-rank updates merged into it."""
+        if isinstance(self.table, AdaptedLayer):
+            raise ValueError("the table has a low-rank update; merge that first")
         self.table.update({name: self.in_one(name) for name in ("weight", "bias") if name in self.table})
         return self.table
 
@@ -121,10 +123,9 @@ class HeadWithNewRows(NewRows):
 def mean_rows(table: nn.Module, pieces: Iterable[Sequence[int]]) -> Start:
     """Returns for each new token the mean of its pieces' rows in the table, an embedding or a head.
 
-    Source: Gee et al. 2022, "Fast Vocabulary Transfer for Language Model Compression", arXiv 2402.09977,
-    section 3, which does so for embeddings. In a head it also keeps the tokens that there were as likely as
-    they were: exp(mean of logits) <= mean of exp(logits), so no new token gets more than the mean
-    probability of its pieces.
+    Source: Gee et al. 2022, "Fast Vocabulary Transfer for Language Model Compression", arXiv 2402.09977, for
+    embeddings. In a head it also leaves what there was about as likely as it was: exp(mean of logits) <=
+    mean of exp(logits), so no new token gets more than the mean probability of its pieces.
     """
     pieces = [mx.array(list(each)) for each in pieces]
     rows = mx.stack([_rows(table, each).mean(axis=0) for each in pieces])

@@ -194,10 +194,13 @@ def test_adapters_with_the_same_new_tokens_are_added_up_and_with_others_are_not(
         vocabulary_of(folder, [tmp_path / "a", tmp_path / "c"])
 
 
-@pytest.mark.parametrize("family, size, message", [
-    ("llama", VOCAB_SIZE, "no rows of its new tokens for lm_head. It was trained on another model"),
-    ("qwen3", 512, None),  # padded: the tokenizer is the same, and so are the numbers
-])
+@pytest.mark.parametrize(
+    "family, size, message",
+    [
+        ("llama", VOCAB_SIZE, "no rows of its new tokens for lm_head. It was trained on another model"),
+        ("qwen3", 512, None),  # padded: the tokenizer is the same, and so are the numbers
+    ],
+)
 def test_a_model_with_other_tables_than_the_adapters_is_refused(folder, tmp_path, family, size, message):
     trained(folder, adapter=tmp_path / "adapter")
     other = make_model(tmp_path / "other", family, vocab_size=size)
