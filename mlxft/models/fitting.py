@@ -83,6 +83,7 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
     _check_tied(adapter, places)
     check_new_tokens(adapter, model)
     by_path = {layer.path: layer for layer in layers}
+    by_path |= {layer.name: layer for layer in layers if layer.block is None}  # in new rows by now
     fitted, unknown, wrong = [], [], []
     for path, low in adapter.layers.items():
         layer = by_path.get(places.find(path) or "")

@@ -90,7 +90,7 @@ class NewRows(nn.Module):
         return self.joined(self.table[name], self[{"weight": ROWS, "bias": BIAS}[name]], axis=0)
 
     def as_one(self) -> nn.Module:
-        """Returns the table with all rows in its array. It has to be dense, low-rank updates merged into it."""
+        """Returns the table with all rows in its array. It has to be dense, any update merged into it."""
         if isinstance(self.table, AdaptedLayer):
             raise ValueError("the table has a low-rank update; merge that first")
         self.table.update({name: self.in_one(name) for name in ("weight", "bias") if name in self.table})

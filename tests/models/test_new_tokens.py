@@ -179,6 +179,17 @@ def test_more_tokens_come_after_those_of_the_adapter_and_begin_as_their_pieces(f
     assert mx.allclose(rows[2], table[mx.array([byte + 3 for byte in b"more"])].mean(axis=0), rtol=1e-5)
 
 
+def test_tokens_can_be_added_to_an_adapter_of_the_embedding_that_had_none(folder, tmp_path):
+    cfg = AdapterConfig(rank=2, targets=["embed_tokens", "q_proj"])
+    model = load_model(folder)
+    apply_adapter(model, cfg)
+    save_adapter(tmp_path / "adapter", moved(model), cfg, str(folder))
+    longer = load_model(folder, new=vocabulary_of(folder, [tmp_path / "adapter"], new_tokens=[CALL]).new)
+    load_adapter(longer, tmp_path / "adapter")
+    tokens = mx.array([[5, 80, 7]])
+    assert mx.allclose(longer(tokens)[..., :VOCAB_SIZE], model(tokens), rtol=1e-5, atol=1e-5)
+
+
 def test_adapters_with_the_same_new_tokens_are_added_up_and_with_others_are_not(folder, tmp_path):
     (one, vocabulary), (two, _) = (trained(folder, adapter=tmp_path / name) for name in "ab")
     adapters = [tmp_path / "a", tmp_path / "b"]
