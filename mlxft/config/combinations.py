@@ -196,7 +196,8 @@ def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
     if kind == "full":
         for name in [f"adapter.{key}" for key in LOW_RANK_KEYS if f"adapter.{key}" in given]:
             yield name, "it has no meaning with adapter.kind=full, which trains every weight; leave it out"
-    elif settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
+    yield from _ranks(given)
+    if kind != "full" and settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
         yield "adapter.rslora", "the scale of adapter.init_from is taken over as it is; leave it out"
     if kind == "dora":
         embeddings = [name for name in settings["adapter.targets"] or () if is_embedding(name)]
@@ -212,6 +213,14 @@ def tokens_named_twice(settings: Mapping[str, Any]) -> Found:
             yield "model.new_special_tokens", f"{text!r} is in model.new_tokens too; name it once"
 
 
+def _ranks(given: set[str]) -> Found:
+    for name in sorted({"adapter.rank_by", "adapter.ranks"} & given):
+        if "adapter.init_from" in given:
+            yield name, "the ranks of adapter.init_from are taken over as they are; leave it out"
+        elif "adapter.rslora" in given:
+            yield name, "with adapter.rslora each rank would have a scale of its own; leave one of them out"
+
+
 def starting_adapters(settings: Mapping[str, Any]) -> Found:
     """Yields (key, what is wrong) for adapters that cannot be added up as they are asked for."""
     folders, weights = settings.get("adapter.init_from"), settings.get("adapter.init_weights")
@@ -220,6 +229,8 @@ def starting_adapters(settings: Mapping[str, Any]) -> Found:
         yield "adapter.init_weights", "there is nothing to weigh; give adapter.init_from"
     elif weights is not None and len(weights) != number:
         yield "adapter.init_weights", f"{len(weights)} weights for the {number} in adapter.init_from"
+    if settings.get("adapter.any_base") and not number:
+        yield "adapter.any_base", "it is of adapter.init_from, which is not given; leave it out"
     kind = settings.get("adapter.kind", "lora")
     if (number > 1 or weights is not None) and kind != "lora":
         yield "adapter.init_from", f"only LoRA adapters can be added up or weighed, not those of kind {kind}"

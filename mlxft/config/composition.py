@@ -16,7 +16,7 @@ from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, GenerateConfig, PreviewConfig, PreviewKeys
+from mlxft.config.schema import Config, ExportConfig, GenerateConfig, PreviewConfig, PreviewKeys
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -28,13 +28,19 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview: the keys that only the command of that name has, where it is that command's.
+    generate, preview, export: the keys that only the command of that name has, where it is that command's.
     """
 
     config: Config
     recipe: str | None = None
     generate: GenerateConfig | None = None
     preview: PreviewConfig | None = None
+    export: ExportConfig | None = None
+
+    @property
+    def run_name(self) -> str:
+        """What a run of it is called: the name of its folder's folder."""
+        return self.recipe or self.config.trainer.objective
 
 
 # What Hydra would take for instructions to itself and act on, or drop, in silence.
@@ -60,7 +66,7 @@ class Command:
 
 _MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
 _ROWS = (("data.train",), "a file: data.train=rows.jsonl")
-_ADAPTED = ("adapter.init_from", "adapter.init_weights")
+_ADAPTED = ("adapter.init_from", "adapter.init_weights", "adapter.any_base")
 _READING = ("train", "valid", "format", "max_length", "truncate", "batch_size", "train_on", "columns")
 COMMANDS = {
     command.name: command
@@ -78,6 +84,16 @@ COMMANDS = {
             ("model", *_ADAPTED),
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
             own=GenerateConfig,
+        ),
+        Command(
+            "export",
+            ("model", *_ADAPTED, *(f"data.{name}" for name in _READING)),
+            (
+                (("adapter.init_from",), "a run's adapter: adapter.init_from=runs/x/adapter"),
+                (("to",), "a form: to=merged (or peft, gguf)"),
+                (("out",), "a folder that is new or empty: out=exported"),
+            ),
+            own=ExportConfig,
         ),
     )
 }
@@ -98,7 +114,8 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     settings = _checked(values | request.texts, wanted, keys, problems)
     generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
     preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
-    return Composed(_build(Config, settings), request.recipe, generate, preview)
+    export = _build(ExportConfig, settings) if wanted.own is ExportConfig else None
+    return Composed(_build(Config, settings), request.recipe, generate, preview, export)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:

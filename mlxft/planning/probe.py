@@ -28,8 +28,9 @@ from mlxft.models.decoder import DecoderView
 from mlxft.models.new_rows import NewRows
 from mlxft.models.new_tokens import new_tokens_of
 from mlxft.planning.shape import ModelShape
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
 from mlxft.segmented.gradients import head_loss
+from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.programs import Half, SegmentRunner
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft

@@ -24,7 +24,8 @@ from mlxft.layouts.arrange import Arranger
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.lora import apply_adapter
 from mlxft.models.new_tokens import NewToken, add_new_tokens
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training import objectives
 from mlxft.training.objectives.unpaired import mismatch
 from mlxft.training.optimizer import global_norm
