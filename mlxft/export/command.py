@@ -120,9 +120,10 @@ class _Task:
         self.folder = resolve(config.model.path, config.model.revision)
         vocabulary = load_vocabulary(config, self.folder, required=False)
         if vocabulary.new:
+            texts = ", ".join(token.text for token in vocabulary.new)
             raise InputError(
-                f"to={wanted.to}: the adapter brings new tokens ({', '.join(t.text for t in vocabulary.new)}), "
-                "which are not exported yet: they need a longer embedding and the adapter's tokenizer"
+                f"to={wanted.to}: the adapter brings new tokens ({texts}), which are not exported yet: they "
+                "need a longer embedding and the adapter's tokenizer"
             )
         self.tokenizer = vocabulary.tokenizer
         self.rows = rows_of(config, self.tokenizer, vocabulary.size)

@@ -167,6 +167,8 @@ def test_later_commands_know_the_tokens_of_an_adapter(folders, tmp_path, capsys)
     assert said("generate", model, adapter, f"prompt={CALL}", "max_tokens=2")
     table = said("preview", model, adapter, f"data.train={rows}", "preview.rows=1", "preview.tokens=true")
     assert f"{VOCAB_SIZE} │ {CALL}" in table and f"{VOCAB_SIZE + 1} │ {RESULT}" in table
+    assert cli.main(["export", model, adapter, "to=merged", f"out={tmp_path / 'out'}"]) == 2
+    assert f"({CALL}, {RESULT}), which are not exported yet" in capsys.readouterr().err
     planned = json.loads(said("plan", model, adapter, f"data.train={rows}", "--json"))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert planned["trained_parameters"] == summary["trainable_parameters"]
