@@ -223,6 +223,14 @@ def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
             yield "adapter.targets", f"DoRA is of linear layers only, not of {embeddings[0]}: use lora for it"
 
 
+def tokens_named_twice(settings: Mapping[str, Any]) -> Found:
+    """Yields (key, what is wrong) for new tokens that are to be special and plain."""
+    plain = settings.get("model.new_tokens") or ()
+    for text in settings.get("model.new_special_tokens") or ():
+        if text in plain:
+            yield "model.new_special_tokens", f"{text!r} is in model.new_tokens too; name it once"
+
+
 def _ranks(given: set[str]) -> Found:
     for name in sorted({"adapter.rank_by", "adapter.ranks"} & given):
         if "adapter.init_from" in given:

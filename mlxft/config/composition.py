@@ -10,6 +10,7 @@ from mlxft.config.combinations import (
     absent_files,
     evaluation_contradictions,
     starting_adapters,
+    tokens_named_twice,
     training_contradictions,
 )
 from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
@@ -255,7 +256,7 @@ def _checked(
 def _check_together(
     settings: Mapping[str, Any], command: Command, keys: Mapping[str, Key], problems: Problems
 ) -> None:
-    checks = [absent_files(settings)]
+    checks = [absent_files(settings), tokens_named_twice(settings)]
     if command.uses is None:
         checks.append(training_contradictions(settings, keys))
     else:

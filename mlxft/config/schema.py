@@ -17,6 +17,8 @@ class ModelConfig:
     path: str = MISSING  # a folder or a hub id
     revision: Optional[str] = None  # a hub branch, tag or commit
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    new_tokens: Any = None  # texts that become one token each, ["<|call|>"]; their rows are trained
+    new_special_tokens: Any = None  # the same for markup, left out where text is shown
 
 
 @dataclass

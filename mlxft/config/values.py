@@ -293,11 +293,29 @@ def _weights(value: list[float]) -> list[float]:
     return value
 
 
+def _new_tokens(value: Any) -> list[str]:
+    example = '["<|call|>","<|result|>"], each in quotes'
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{_shown(value)} is not a list of tokens; write {example}")
+    if not value:
+        raise ValueError(f"an empty list; leave the key out, or name tokens: {example}")
+    for text in value:
+        if not isinstance(text, str):
+            raise ValueError(f"{_shown(text)} is not a text; write {example}")
+        if not text.strip():
+            raise ValueError(f"{_shown(text)} is no token: it needs a character that is not white space")
+        if value.count(text) > 1:
+            raise ValueError(f"{_shown(text)} is there {value.count(text)} times; name it once")
+    return list(value)
+
+
 _COUNT = "a whole number, at least 1"
 
 RULES: dict[str, Rule] = {
     "model.path": _path,
     "model.dtype": one_of(choices.DTYPES),
+    "model.new_tokens": _new_tokens,
+    "model.new_special_tokens": _new_tokens,
     "data.train": _rows,
     "data.valid": _rows,
     "data.format": one_of(choices.FORMATS),

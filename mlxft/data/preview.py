@@ -23,7 +23,7 @@ from mlxft.data.sources import sets_of
 from mlxft.data.token_text import TokenReader
 from mlxft.errors import EXIT_DONE
 from mlxft.models.adapters import read_adapter
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.new_tokens import load_vocabulary
 from mlxft.models.resolve import checked_folder, is_hub_id, resolve
 from mlxft.training.folder import continued
 from mlxft.training.inputs import check_steps, needs_tokenizer
@@ -70,17 +70,17 @@ def main(overrides: list[str]) -> int:
     continuation = continued(composed.run_name, asdict(config))
     _check_folders(config)
     folder = resolve(config.model.path, config.model.revision, with_weights=False)
-    tokenizer = load_tokenizer(folder, required=needs_tokenizer(config))
+    vocabulary = load_vocabulary(config, folder, required=needs_tokenizer(config))
     source = config.data.train if wanted.split == "train" else config.data.valid
     sets = sets_of(source, config.data, validates=wanted.split == "valid")
     is_streamed = config.data.streaming and wanted.split == "train"
     is_whole = not (is_streamed or is_large(sets))
-    arguments = (config.trainer.objective, sets, config.data, tokenizer, vocabulary_size(folder))
+    arguments = (config.trainer.objective, sets, config.data, vocabulary.tokenizer, vocabulary.size)
     rows, report = load_for(*arguments) if is_whole else load_first(*arguments, wanted.rows)
     if wanted.split == "train":
         _check_steps(rows if is_whole else None, config, continuation)
     ends = _ending(rows, report, config, wanted, is_whole)  # first: it may find fault
-    preview = _Preview(config, wanted, TokenReader(tokenizer), report)
+    preview = _Preview(config, wanted, TokenReader(vocabulary.tokenizer), report)
     preview.begin(len(rows))
     for row in rows[: wanted.rows]:
         preview.show(row)

@@ -27,6 +27,7 @@ from mlxft.evaluation.unpaired import answer_logps, compare
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model, load_tokenizer, num_positions, vocabulary_size
+from mlxft.models.new_tokens import Vocabulary, load_vocabulary
 from mlxft.models.resolve import resolve
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.objectives.common import HeadPlan, Reference, Row
@@ -155,13 +156,18 @@ class _Task:
         return HeadPlan(self.config.head.kind, self.config.head.chunk)
 
     @cached_property
+    def vocabulary(self) -> Vocabulary:
+        needed = self.form is None or self.form.format != "tokens"
+        return load_vocabulary(self.config, self.folder, required=needed)
+
+    @property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.folder, required=self.form is None or self.form.format != "tokens")
+        return self.vocabulary.tokenizer
 
     def load(self, load: Any, **changes: Any) -> list[Row]:
         """Returns the rows as one of data.load's functions reads them; warns of what was cut or dropped."""
         cfg = replace(self.config.data, **changes)
-        rows, report = load(self.source, cfg, self.tokenizer, vocabulary_size(self.folder))
+        rows, report = load(self.source, cfg, self.vocabulary.tokenizer, self.vocabulary.size)
         _warn(report)
         number = len(rows) if self.wanted.limit is None else min(self.wanted.limit, len(rows))
         return [rows[place] for place in range(number)]
@@ -170,7 +176,7 @@ class _Task:
         return fixed_batches(rows, self.config.data.batch_size)
 
     def model(self) -> DecoderView:
-        return view(load_adapted(self.config, self.folder))
+        return view(load_adapted(self.config, self.folder, self.vocabulary.new))
 
     def reference(self, made: DecoderView) -> Optional[Reference]:
         """Returns what `eval.reference` names, loaded. Raises: InputError if its tokens are others."""
@@ -185,7 +191,7 @@ class _Task:
                 f"eval.reference={named}: its tokens are not those of {self.config.model.path}, so nothing "
                 "can be compared token by token. Choose a model with the same tokenizer"
             )
-        return another_model(view(load_model(folder, self.config.model.dtype)))
+        return another_model(view(load_model(folder, self.config.model.dtype, self.vocabulary.new)))
 
     def _reads_alike(self, folder: Path) -> bool:
         own, other = load_tokenizer(self.folder, required=False), load_tokenizer(folder, required=False)

@@ -41,15 +41,16 @@ def main(overrides: list[str]) -> int:
     """
     from mlxft.config import compose
     from mlxft.evaluation.adapted import load_adapted
-    from mlxft.models.load import load_tokenizer
+    from mlxft.models.new_tokens import load_vocabulary
     from mlxft.models.resolve import resolve
 
     composed = compose(overrides, command="generate")
     wanted = composed.own
     folder = resolve(composed.config.model.path, composed.config.model.revision)
-    tokenizer = load_tokenizer(folder)
+    vocabulary = load_vocabulary(composed.config, folder)
+    tokenizer = vocabulary.tokenizer
     prompt = prompt_tokens(tokenizer, wanted.prompt, wanted.system, wanted.thinking)
-    model = load_adapted(composed.config, folder)
+    model = load_adapted(composed.config, folder, vocabulary.new)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed)
     last = None
     for part in stream(model, tokenizer, prompt, sampling):

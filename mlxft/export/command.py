@@ -22,8 +22,9 @@ from mlxft.export.hub import check_login, upload
 from mlxft.models import manifest
 from mlxft.models.adapters import read_adapter
 from mlxft.models.fingerprint import adapter_digests, weights_fingerprint
-from mlxft.models.load import load_model, load_tokenizer, vocabulary_size
+from mlxft.models.load import load_model
 from mlxft.models.lora_linear import AdaptedLayer, adapter_disabled
+from mlxft.models.new_tokens import load_vocabulary
 from mlxft.models.resolve import resolve
 from mlxft.training.disk import as_json, disk_guard
 
@@ -117,8 +118,15 @@ class _Task:
         self.kinds = {read_adapter(adapter).kind for adapter in self.adapters}
         self._check_keys()
         self.folder = resolve(config.model.path, config.model.revision)
-        self.tokenizer = load_tokenizer(self.folder, required=False)
-        self.rows = rows_of(config, self.tokenizer, vocabulary_size(self.folder))
+        vocabulary = load_vocabulary(config, self.folder, required=False)
+        if vocabulary.new:
+            texts = ", ".join(token.text for token in vocabulary.new)
+            raise InputError(
+                f"to={wanted.to}: the adapter brings new tokens ({texts}), which are not exported yet: they "
+                "need a longer embedding and the adapter's tokenizer"
+            )
+        self.tokenizer = vocabulary.tokenizer
+        self.rows = rows_of(config, self.tokenizer, vocabulary.size)
 
     def _check_keys(self) -> None:
         """Raises InputError for keys that the form has no use for."""

@@ -62,6 +62,7 @@ class Adapter:
     chosen: given a model's layers, the paths that the folder's own configuration says are adapted (to find
     what is missing). embeddings: of the base that it was trained on, by path, where the folder has them.
     is_tied: whether what is said of an embedding is meant for the head too where the two are one.
+    num_new_tokens: that it brings with it, None where the folder does not say.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class Adapter:
     chosen: Callable[[list[LinearLayer]], set[str]] = lambda layers: set()
     embeddings: dict[str, mx.array] = field(default_factory=dict)
     is_tied: bool = True
+    num_new_tokens: Optional[int] = 0
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:

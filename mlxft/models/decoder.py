@@ -22,6 +22,7 @@ from mlxft.models.asked import windows_asked
 from mlxft.models.check import check, halves_agree
 from mlxft.models.frozen_linear import quantised_at_dense_speed
 from mlxft.models.lora_linear import thin_products_joined
+from mlxft.models.new_rows import NewRows
 
 __all__ = ["DecoderView", "State", "model_type", "unchecked_view", "view"]
 
@@ -77,7 +78,10 @@ class DecoderView:
     @property
     def vocabulary(self) -> int:
         """How many tokens there are embeddings for."""
-        return getattr(self.embedding, "base", self.embedding).weight.shape[0]
+        embedding = self.embedding
+        if isinstance(embedding, NewRows):
+            return embedding.size
+        return getattr(embedding, "base", embedding).weight.shape[0]
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -112,6 +116,9 @@ class DecoderView:
                 f"trainer.neftune_alpha: models of type {self.family!r} run only as a whole, from tokens to "
                 "logits, and there is no place for noise on their embeddings. Leave it out"
             )
+
+    def require_new_tokens(self) -> None:
+        """Raises InputError if tokens are looked up in other tables than the embedding too."""
 
     def require_of(self, cache: TrainingCache) -> None:
         """Raises InputError if the model cannot be trained in the layout of `cache`."""

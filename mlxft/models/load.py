@@ -4,6 +4,7 @@ import difflib
 import logging
 import pkgutil
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from mlxft.models.new_tokens import NewToken
 
 log = logging.getLogger("mlxft")
 
@@ -41,13 +44,19 @@ def load(path: str, revision: Optional[str] = None, dtype: str = "auto",
     return load_model(folder, dtype), load_tokenizer(folder, tokenizer_required)
 
 
-def load_model(folder: Path, dtype: str = "auto") -> "nn.Module":
-    """Returns the model in `folder`, with all parameters in memory. Raises: InputError."""
+def load_model(folder: Path, dtype: str = "auto", new: Sequence["NewToken"] = ()) -> "nn.Module":
+    """Returns the model in `folder`, with all parameters in memory, and rows for new tokens.
+
+    Raises: InputError.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
+    from mlxft.models.new_tokens import add_new_tokens
+
     try:
         model, config = lazy_model(folder, dtype)
+        add_new_tokens(model, new)
         mx.eval(model.parameters())  # reads the files
     except RuntimeError as error:
         raise InputError(f"the weights in {folder} cannot be read: {error}") from error

@@ -21,6 +21,8 @@ from mlxft.models.fitting import Fitted
 from mlxft.models.lora_linear import AdaptedLayer
 from mlxft.models.low_rank import fresh
 from mlxft.models.mlxlm_adapter import at_one_rank
+from mlxft.models.new_rows import make_one
+from mlxft.models.new_tokens import new_tokens_of
 from mlxft.models.targets import LinearLayer, num_expert_layers, select
 from mlxft.models.whole_modules import leaves, select_modules, whole_paths
 
@@ -36,7 +38,8 @@ class AdapterReport:
     targets: paths of the adapted layers ("*" for kind full). alpha: the scale times the rank. modules: paths
     of those that are trained whole beside them. expert_layers: how many of the layers are of experts.
     experts: how many they have in all, an update each. ranks: how many layers have which, where they differ;
-    `rank` is then the largest, and arrays of smaller ones are filled up with zeros, which stay.
+    `rank` is then the largest, and arrays of smaller ones are filled up with zeros, which stay. new_tokens:
+    whose rows are trained.
     """
 
     num_trainable: int
@@ -50,12 +53,14 @@ class AdapterReport:
     experts: int = 0
     rslora: bool = False
     ranks: dict[int, int] = field(default_factory=dict)
+    new_tokens: int = 0
 
     def __str__(self) -> str:
         share = 100 * self.num_trainable / self.num_total
         sizes = f"{self.num_trainable:,} of {self.num_total:,} parameters are trained ({share:.2f}%)"
+        rows = f"; rows of new tokens: {self.new_tokens:,}" if self.new_tokens else ""
         if self.rank is None:
-            return sizes
+            return sizes + rows
         kinds = sorted({path.rpartition(".")[2] for path in self.targets})
         where = f"{len(self.targets)} layers ({', '.join(kinds)})"
         if self.experts:
@@ -68,7 +73,7 @@ class AdapterReport:
             each = [f"{rank} ({count} layers)" for rank, count in sorted(self.ranks.items())]
             rank = f"ranks {', '.join(each)}"
             size = f"scale {self.alpha / self.rank:.4g}"
-        return f"{sizes}: {name} of {rank}, {size} on {where}{whole}"
+        return f"{sizes}: {name} of {rank}, {size} on {where}{whole}{rows}"
 
 
 def apply_adapter(
@@ -119,6 +124,7 @@ def _report(model: nn.Module, cfg: AdapterConfig, chosen: Fitted, num_base: int)
         experts=sum(experts),
         rslora=cfg.rslora,
         ranks=_rank_counts(chosen, cfg),
+        new_tokens=len(new_tokens_of(model)),
     )
 
 
@@ -233,9 +239,11 @@ def _train_everything(model: nn.Module, cfg: AdapterConfig, lazily: bool) -> Ada
             raise InputError(f"adapter.kind=full contradicts adapter.init_from={cfg.init_from}, which is an "
                              f"adapter of kind {kind}; use adapter.kind={kind}")
         load_adapter(model, cfg.init_from, lazily=lazily)
+    else:
+        make_one(model)
     model.unfreeze()
     total = _num_values(model)
-    return AdapterReport(total, total, ["*"], None, None)
+    return AdapterReport(total, total, ["*"], None, None, new_tokens=len(new_tokens_of(model)))
 
 
 def _num_values(model: nn.Module) -> int:

@@ -76,6 +76,7 @@ def read(folder: Path) -> Adapter:
         lambda linears: _chosen(linears, config),
         {name.removesuffix(_BASE): array for name, array in embeddings.items()},
         is_tied=False,
+        num_new_tokens=None,
     )
 
 

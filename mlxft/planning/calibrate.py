@@ -283,6 +283,7 @@ def _key(config: Config, shape: ModelShape, rows: int, lengths: tuple[int, int])
         "versions": (version("mlx"), version("mlx-lm"), mlxft.__version__, _code()),
         "shape": (type(shape.view).__name__, groups, shape.width, shape.attention, shape.window),
         "adapter": (config.adapter.dropout, config.adapter.kind),
+        "head": type(shape.view.head_module).__name__,
         "optimizer": asdict(config.optimizer),
         "how": (config.trainer.deterministic, config.trainer.objective == "sft"),
         "probes": (rows, lengths),

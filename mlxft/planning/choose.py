@@ -12,6 +12,7 @@ from mlxft.available_memory import memory_limit_bytes
 from mlxft.backend import backend
 from mlxft.config.schema import Config
 from mlxft.errors import GuardStop, InputError
+from mlxft.models.new_tokens import new_tokens_of
 from mlxft.planning.calibrate import calibrate, figures_file
 from mlxft.planning.predict import Prediction, Predictor, resting_bytes, upper_bound
 from mlxft.planning.shape import ModelShape, model_bytes_in, shape_in
@@ -88,7 +89,7 @@ class Planner:
     def predictor(self) -> Predictor:
         """What predicts, calibrated when it is first asked for."""
         if self._predictor is None:
-            shape = shape_in(self.config, self.folder)
+            shape = shape_in(self.config, self.folder, new_tokens_of(self.shape.view.model))
             self.measured_in = figures_file(shape, self.config, self.wanted)
             calibration = calibrate(shape, self.config, self.wanted)
             gc.collect()  # the probes' arrays: modules and what was traced on them refer to each other

@@ -17,7 +17,7 @@ from mlxft.config.composition import Composed
 from mlxft.config.schema import Config
 from mlxft.errors import EXIT_DONE
 from mlxft.layouts.arrange import Arranger
-from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.new_tokens import load_vocabulary
 from mlxft.planning.choose import Choice, Planner
 from mlxft.planning.local import local_folder
 from mlxft.planning.predict import Prediction
@@ -172,11 +172,11 @@ def survey(composed: Composed) -> Survey:
     folder = local_folder(config.model.path, config.model.revision)
     named = config.loss.reference
     reference = folder if named in ("base", "start") else local_folder(named, key="loss.reference")
-    tokenizer = load_tokenizer(folder, required=needs_tokenizer(config))
-    windows = windows_to_plan(config, tokenizer, vocabulary_size(folder), continuation)
+    vocabulary = load_vocabulary(config, folder, required=needs_tokenizer(config))
+    windows = windows_to_plan(config, vocabulary, continuation)
     if reference != folder:
-        check_tokens(windows.rows, tokenizer, folder, reference)
-    shape = shape_in(config, folder)
+        check_tokens(windows.rows, vocabulary, folder, reference)
+    shape = shape_in(config, folder, vocabulary.new)
     layout = config.trainer.layout
     if layout == "auto":
         layout = choose_layout(config.trainer.objective, windows.rows, shape.view.layouts)

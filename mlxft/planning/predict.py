@@ -11,6 +11,7 @@ from functools import partial
 
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
+from mlxft.models.new_rows import NewRows
 from mlxft.planning.calibrate import HALVES, MOST_CHUNKS, Calibration, mlp_tokens
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
@@ -254,7 +255,8 @@ def upper_bound(shape: ModelShape, config: Config, resting_bytes: int, wanted: W
         for group in walked
     )
     at_once = HeadPlan(config.head.kind, config.head.chunk).chunk_for(wanted.targets) or wanted.targets
-    head = 6 * 4 * at_once * shape.vocabulary + 4 * 4 * wanted.targets * shape.width
+    arrays = 8 if isinstance(shape.view.head_module, NewRows) else 6  # two kinds of logits are joined
+    head = arrays * 4 * at_once * shape.vocabulary + 4 * 4 * wanted.targets * shape.width
     scores = 2 * max((shape.attention.alive(group.window, rows, length) for group in walked), default=0.0)
     return int(resting_bytes + layers + head + scores + 8 * shape.trained_bytes)
 

@@ -3,7 +3,7 @@
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Optional
 
@@ -23,6 +23,7 @@ from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora import AdapterReport, apply_adapter
 from mlxft.models.manifest import check_base
+from mlxft.models.new_tokens import NewToken, Vocabulary
 from mlxft.training import optimizer
 from mlxft.training.layout_choice import log_tokens
 from mlxft.training.objectives.common import Row
@@ -68,7 +69,7 @@ def needs_tokenizer(config: Config) -> bool:
     return config.data.format != "tokens" or bool(config.trainer.samples)
 
 
-def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
+def load_rows(config: Config, vocabulary: Vocabulary) -> Rows:
     """Returns the rows of `data.train` and `data.valid` for the objective.
 
     Raises: InputError with file and line.
@@ -76,13 +77,14 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     data, objective = config.data, config.trainer.objective
 
     def loaded(source: Any, name: str, validates: bool) -> TokenRows:
-        rows, report = load_for(objective, sets_of(source, data, validates), data, tokenizer, vocabulary)
+        sets = sets_of(source, data, validates)
+        rows, report = load_for(objective, sets, data, vocabulary.tokenizer, vocabulary.size)
         for line in report.lines():
             log.info("%s: %s", name, line)
         return rows
 
     if data.streaming:
-        stream = _stream(config, tokenizer, vocabulary)
+        stream = _stream(config, vocabulary)
         valid = loaded(data.valid, "validation rows", True) if data.valid is not None else []
         return Rows(stream.sample, valid, stream=stream)
     train = loaded(data.train, "training rows", False)
@@ -95,9 +97,9 @@ def load_rows(config: Config, tokenizer: Any, vocabulary: int) -> Rows:
     return Rows(train, valid, mixture)
 
 
-def _stream(config: Config, tokenizer: Any, vocabulary: int) -> StreamWindows:
+def _stream(config: Config, vocabulary: Vocabulary) -> StreamWindows:
     data = config.data
-    stream = stream_for(config.trainer.objective, data, tokenizer, vocabulary)
+    stream = stream_for(config.trainer.objective, data, vocabulary.tokenizer, vocabulary.size)
     windows = StreamWindows(stream, data, config.trainer.accumulate, config.trainer.seed)
     lengths = [row.length for row in windows.sample]
     log.info(
@@ -119,6 +121,23 @@ def warn_of_positions(sets: Sequence[Sequence[Row]], most: Optional[int]) -> Non
             "tokens): it has never seen the places beyond. data.max_length=%d cuts them",
             longer, len(lengths), most, lengths.max(), most,
         )  # fmt: skip
+
+
+def warn_of_unseen(new: Sequence[NewToken], rows: Rows) -> None:
+    """Warns of new tokens that no row to train on has: their rows would stay what they began as."""
+    if not new or rows.stream is not None:
+        return
+    if isinstance(rows.train, TokenRows):
+        arrays = (array for block in rows.train.blocks for array in block.values.values())
+    else:
+        arrays = (getattr(row, field.name) for row in rows.train for field in fields(row))
+    seen: set[int] = set()
+    for array in arrays:
+        if isinstance(array, np.ndarray) and array.dtype == np.int32:  # tokens, no mask
+            seen.update(np.unique(array[array >= new[0].number]).tolist())
+    missing = [token.text for token in new if token.number not in seen]
+    if missing:
+        log.warning("no row to train on has %s: nothing is learnt of them", ", ".join(missing))
 
 
 def check_steps(config: Config, total_steps: int, continuation: Optional[Continuation] = None) -> None:
@@ -148,7 +167,7 @@ def in_windows(config: Config, loaded: Rows) -> Windows | StreamWindows:
 
 
 def windows_to_plan(
-    config: Config, tokenizer: Any, vocabulary: int, continuation: Optional[Continuation] = None
+    config: Config, vocabulary: Vocabulary, continuation: Optional[Continuation] = None
 ) -> Windows:
     """Returns the rows to train on as `in_windows` does; of a large set only the first, and one more.
 
@@ -160,7 +179,7 @@ def windows_to_plan(
     data, trainer, objective = config.data, config.trainer, config.trainer.objective
     sets = sets_of(data.train, data)
     if not (data.streaming or is_large(sets)):
-        loaded = load_rows(config, tokenizer, vocabulary)
+        loaded = load_rows(config, vocabulary)
         if continuation is not None:
             continuation.check_rows(loaded.digests())
         windows = in_windows(config, loaded)
@@ -168,7 +187,8 @@ def windows_to_plan(
         return windows
     if trainer.max_steps is not None:
         check_steps(config, trainer.max_steps, continuation)
-    first, report = load_first(objective, sets, data, tokenizer, vocabulary, _SAMPLED_ROWS)
+    of_model = vocabulary.tokenizer, vocabulary.size
+    first, report = load_first(objective, sets, data, *of_model, _SAMPLED_ROWS)
     for line in report.lines():
         log.info("training rows: %s", line)
     log.info("training rows: the longest is taken to have data.max_length=%d tokens", data.max_length)
@@ -182,11 +202,16 @@ def windows_to_plan(
     return Windows(rows, order, trainer.accumulate)
 
 
-def load_trained(config: Config, folder: Path) -> tuple[DecoderView, AdapterReport]:
-    """Returns the model in `folder` with what is trained on it, and what that is. Raises: InputError."""
+def load_trained(
+    config: Config, folder: Path, new: Sequence[NewToken] = ()
+) -> tuple[DecoderView, AdapterReport]:
+    """Returns the model in `folder` with what is trained on it, and what that is.
+
+    new: tokens that it is given. Raises: InputError.
+    """
     if not config.adapter.any_base:
         check_base(config.adapter.starts, folder)
-    model = load_model(folder, config.model.dtype)
+    model = load_model(folder, config.model.dtype, new)
     made = view(model)
     report = apply_adapter(model, config.adapter, config.trainer.seed)
     settle(model)

@@ -27,7 +27,7 @@ from mlxft.models.load import load_model
 from mlxft.models.lora_linear import adapter_disabled
 from mlxft.models.resolve import resolve
 from mlxft.training.objectives.common import Reference
-from mlxft.training.reference_files import Digests, is_the_start
+from mlxft.training.reference_files import NEW_TOKENS, Digests, is_the_start
 from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")
@@ -132,6 +132,8 @@ def _key(objective, rows: list[Any], config: Config, digests: Mapping[str, Diges
         config.trainer.objective,
         rows_digest(rows),
     )
+    if NEW_TOKENS in digests:
+        of_what += (sorted(digests[NEW_TOKENS].items()),)
     how = (objective.head, objective.arranger, config.data.batch_size, config.model.dtype, backend())
     return hashlib.sha256(repr((_VERSION, of_what, how)).encode()).hexdigest()[:32]
 

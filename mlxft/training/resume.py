@@ -40,6 +40,8 @@ _FIXED = (
     "model.path",
     "model.revision",
     "model.dtype",
+    "model.new_tokens",
+    "model.new_special_tokens",
     "data.batch_size",
     "data.batch_tokens",
     "data.shuffle",

@@ -18,7 +18,8 @@ from mlxft.errors import MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models import manifest
 from mlxft.models.adapters import save_adapter
-from mlxft.models.load import load_tokenizer, num_positions, vocabulary_size
+from mlxft.models.load import num_positions
+from mlxft.models.new_tokens import load_vocabulary
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
 from mlxft.planning.shape import shape_of
@@ -37,6 +38,7 @@ from mlxft.training.inputs import (
     load_trained,
     needs_tokenizer,
     warn_of_positions,
+    warn_of_unseen,
 )
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
@@ -45,7 +47,12 @@ from mlxft.training.metrics import MetricsFile
 from mlxft.training.objectives.common import Row
 from mlxft.training.reference import make as make_reference
 from mlxft.training.reference import with_references
-from mlxft.training.reference_files import check_tokens, digests_of_files, model_folder
+from mlxft.training.reference_files import (
+    check_tokens,
+    digests_of_files,
+    digests_of_tokens,
+    model_folder,
+)
 from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
@@ -108,13 +115,14 @@ class _Run:
         self.weights = digests_of_files(config, folder, reference_folder)
         if start.continuation:
             start.continuation.check_weights(self.weights)
-        vocabulary = vocabulary_size(folder)
-        self.tokenizer = load_tokenizer(folder, required=needs_tokenizer(config))
-        self.rows = load_rows(config, self.tokenizer, vocabulary)
+        self.vocabulary = load_vocabulary(config, folder, required=needs_tokenizer(config))
+        self.weights |= digests_of_tokens(self.vocabulary.new)
+        self.rows = load_rows(config, self.vocabulary)
+        warn_of_unseen(self.vocabulary.new, self.rows)
         warn_of_positions((self.rows.train, self.rows.valid), num_positions(folder))
         if reference_folder != folder:
             for rows in (self.rows.train, self.rows.valid):
-                check_tokens(rows, self.tokenizer, folder, reference_folder)
+                check_tokens(rows, self.vocabulary, folder, reference_folder)
         if start.continuation:
             start.continuation.check_rows(self.rows.digests())
         self.windows = in_windows(config, self.rows)
@@ -122,7 +130,7 @@ class _Run:
         check_steps(config, self.total_steps, start.continuation)
         if start.continuation:
             self.windows.begin(start.continuation.checkpoint.state)
-        self.view, self.report = load_trained(config, folder)
+        self.view, self.report = load_trained(config, folder, self.vocabulary.new)
         if start.continuation:
             start.continuation.check_adapter(self.report)
         self.manifest = manifest.describe(
@@ -278,7 +286,8 @@ class _Run:
         )
 
     def _write_adapter(self, folder: Path) -> None:
-        save_adapter(folder, self.view.model, self.config.adapter, self.config.model.path)
+        model, tokenizer = self.view.model, self.vocabulary.tokenizer
+        save_adapter(folder, model, self.config.adapter, self.config.model.path, tokenizer)
         write_whole(folder / manifest.NAME, as_json(self.manifest))
 
     def _write_identity(self) -> None:
@@ -296,7 +305,7 @@ class _Run:
         return path
 
     def _sample(self) -> list[dict[str, str]]:
-        return answer_all(self.view.model, self.tokenizer, self.config.trainer.samples)
+        return answer_all(self.view.model, self.vocabulary.tokenizer, self.config.trainer.samples)
 
     def _samples_before(self) -> list[dict[str, str]]:
         """Answers before training: a continued run keeps what its beginning answered."""
