@@ -99,8 +99,8 @@ def write_content(
     if is_tied and embeddings:
         updates["lm_head"] = _of_head(updates[embeddings[0]])
         log.warning(
-            "%s is the head too: PEFT loads its update for both uses, but merging it, PEFT 0.21 adds it twice. "
-            "Merge it with mlxft export to=merged",
+            "%s is the head too: PEFT loads its update for both uses, but PEFT 0.21 adds it twice where it "
+            "merges it. Merge it with mlxft export to=merged",
             embeddings[0],
         )
     for path, update in updates.items():
