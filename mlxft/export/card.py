@@ -114,9 +114,9 @@ class Card:
     def _body(self) -> Iterator[str]:
         yield f"# {self.name.rpartition('/')[2]}\n"
         what = "An adapter for" if self.form in ("peft", "gguf adapter") else "A fine-tuned version of"
-        base = (
-            f"[{self.base}](https://huggingface.co/{self.base})" if is_hub_id(self.base) else f"`{self.base}`"
-        )
+        base = f"`{Path(self.base).name}`"  # a folder: where it lies is nobody's business
+        if is_hub_id(self.base):
+            base = f"[{self.base}](https://huggingface.co/{self.base})"
         licence = "" if self.licence is None else f" The base's licence is {self.licence}."
         yield f"{what} {base}, made with mlxft.{licence}\n"
         yield "## Use\n"

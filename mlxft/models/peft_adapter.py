@@ -8,6 +8,7 @@
 Source: PEFT's LoraConfig and the names that its save_pretrained gives.
 """
 
+import logging
 import math
 import re
 from collections import Counter
@@ -22,6 +23,8 @@ from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
 from mlxft.models.targets import LinearLayer
+
+log = logging.getLogger("mlxft")
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -96,6 +99,11 @@ def write_content(
     embeddings = [path for path in updates if is_embedding(path)]
     if is_tied and embeddings:
         updates["lm_head"] = _of_head(updates[embeddings[0]])
+        log.warning(
+            "%s is the head too: PEFT loads its update for both uses, but PEFT 0.21 adds it twice where it "
+            "merges it. Merge it with mlxft export to=merged",
+            embeddings[0],
+        )
     for path, update in updates.items():
         names = _OF_EMBEDDINGS if is_embedding(path) else _OF_LINEARS
         arrays = zip(names, (update.a.T, update.b.T), strict=True)

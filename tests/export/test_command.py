@@ -70,8 +70,9 @@ def test_the_model_card_says_base_licence_data_training_and_figures(run, tmp_pat
     assert (head["license"], head["library_name"]) == ("apache-2.0", "transformers")
     summary = json.loads((run / "run" / "summary.json").read_text())
     for said in ("`rows.jsonl`", "adamw, learning rate 0.01", "steps 2", f"last loss {summary['loss']:.6g}",
-                 "LoRA of rank 2", "mlx_lm.generate --model m"):  # fmt: skip
+                 "LoRA of rank 2", "mlx_lm.generate --model m", "version of `base`,"):  # fmt: skip
         assert said in body
+    assert str(run) not in body
 
 
 def test_a_base_and_data_on_the_hub_are_linked_in_the_card(run, tmp_path, monkeypatch):

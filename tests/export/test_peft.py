@@ -77,10 +77,11 @@ def test_a_rank_stabilised_scale_is_written_as_alpha_over_rank(folders, tmp_path
     assert (config["use_rslora"], config["r"], config["lora_alpha"]) == (False, 9, 18 / 3 * 9)
 
 
-def test_a_tied_embeddings_update_is_the_heads_too_and_says_so(folders, tmp_path):
+def test_a_tied_embeddings_update_is_the_heads_too_and_says_so(folders, tmp_path, caplog):
     model = moved(folders["qwen3"], targets=["q_proj", "embed_tokens"])
     save_peft_adapter(tmp_path, model, "owner/base")
     assert config_of(tmp_path)["ensure_weight_tying"] is True
+    assert "model.embed_tokens is the head too" in caplog.text and "adds it twice" in caplog.text
     tensors = mx.load(str(tmp_path / "adapter_model.safetensors"))
     embedding, head = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
     assert mx.array_equal(tensors[f"{head}.lora_A.weight"], tensors[f"{embedding}.lora_embedding_B"].T)
