@@ -59,19 +59,20 @@ def run(program: str, timeout: float) -> Outcome:
     """Runs Python code in a folder of its own that is deleted after; `timeout` in seconds."""
     proof = secrets.token_hex(16)  # told at the end: a program that ends itself early has not passed
     runner = _RUNNER.format(seconds=int(timeout) + 1, proof=proof)
-    with tempfile.TemporaryDirectory(prefix="mlxft-program-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mlxft-program-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "run.py").write_text(runner, encoding="utf-8")
         (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
         prefix = _UNSHARE if cuts_network() else ()
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-I", "-B", "run.py"],
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
-            stdin=subprocess.DEVNULL,
-            stdout=(Path(folder) / "out").open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with (Path(folder) / "out").open("wb") as out:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, "-I", "-B", "run.py"],
+                cwd=folder,
+                env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             process.wait(timeout)
             stopped = ""

@@ -49,9 +49,9 @@ def test_a_named_format_is_taken_as_it_is():
 
 def test_keys_of_no_format_are_listed():
     with pytest.raises(
-        InputError, match=r"^rows\.jsonl:4: no format fits.*'question', 'answer'.*data\.columns"
+        InputError, match=r"^rows\.jsonl:4: no format fits.*'question', 'reply'.*data\.columns"
     ):
-        find_form(row(question="a", answer="b"))
+        find_form(row(question="a", reply="b"))
 
 
 def test_tokens_become_what_their_keys_say():

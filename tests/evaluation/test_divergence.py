@@ -110,7 +110,7 @@ def test_labelled_answers_are_compared_with_the_reference_that_is_named(folder, 
     other = make_model(tmp_path / "other", "llama", seed=1)
     made = configured(folder, data, f"eval.reference={other}").as_dict()
     ratio = sum_of_logps(load(str(folder))[0]) - sum_of_logps(load(str(other))[0])
-    assert made["log_ratio_desirable"] == pytest.approx(ratio, rel=EXACT)
+    assert made["log_ratio_desirable"] == pytest.approx(ratio, abs=1e-5)  # of float32 sums near 11
     assert made["reference"] == {"model": str(other)}
 
 
