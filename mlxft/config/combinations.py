@@ -195,6 +195,9 @@ def _loss(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "loss.label_smoothing", f"loss.variant={variant} has no use for it; it is for {usable}"
     if objective == "dpo" and variant == "exo_pair" and not smoothed:
         yield "loss.label_smoothing", "loss.variant=exo_pair divides by it; set it above 0, such as 0.001"
+    elif objective == "dpo" and variant in SMOOTHED_VARIANTS and not smoothed:
+        what = f"without it loss.variant={variant} is sigmoid"
+        yield "loss.label_smoothing", f"{what}; set the share of labels that may be wrong, such as 0.1"
 
 
 def _validation(settings: Mapping[str, Any]) -> Found:

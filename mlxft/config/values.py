@@ -83,7 +83,7 @@ def _whole(value: Any) -> int:
     if not number.is_integer():
         raise ValueError(f"{_shown(value)} is not a whole number")
     if abs(number) >= 2**63:  # arrays' sizes and places have 64 bits
-        raise ValueError(f"{_shown(value)} is beyond 2^63, the largest whole number here")
+        raise ValueError(f"{_shown(value)} is out of range; whole numbers end at 2^63 here")
     return int(value) if isinstance(value, Integral) else int(number)
 
 
@@ -96,6 +96,8 @@ def _number(value: Any) -> float:
         raise ValueError(f"{_shown(value)} is not a number") from None
     if not math.isfinite(number):
         raise ValueError(f"{_shown(value)} is not a finite number")
+    if 0 < abs(number) < _SMALLEST:
+        raise ValueError(f"{_shown(value)} is 0 in the 32 bits that numbers have in training")
     return number
 
 
@@ -116,6 +118,9 @@ def _is(known: Sequence[str]) -> str:
     return "is only" if len(known) == 1 else "are"
 
 
+_SMALLEST = 2.0**-126  # float32's, but for numbers with fewer bits
+
+
 @dataclass(frozen=True)
 class Range:
     """A rule for numbers from `low` to `high`, either end left out if it is open."""
@@ -128,8 +133,9 @@ class Range:
     @property
     def bounds(self) -> str:
         """The range in words."""
-        at_least = f"more than {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        at_most = f" and less than {self.high:g}" if self.open_high else f" and at most {self.high:g}"
+        low, high = (f"{end:.0f}" if float(end).is_integer() else f"{end:g}" for end in (self.low, self.high))
+        at_least = f"more than {low}" if self.open_low else f"at least {low}"
+        at_most = f" and less than {high}" if self.open_high else f" and at most {high}"
         return at_least if self.high == math.inf else at_least + at_most
 
     def __call__(self, value: Any) -> Any:
@@ -221,6 +227,8 @@ def _names(value: Any, what: str, example: str, without: str) -> list[str]:
 
 def _path(value: Any) -> str:
     text = _text(value)
+    if not text.strip():
+        raise ValueError("it is empty; give a name, or leave it out")
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 

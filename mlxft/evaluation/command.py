@@ -29,6 +29,7 @@ from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model, load_tokenizer, num_positions, vocabulary_size
 from mlxft.models.new_tokens import Vocabulary, load_vocabulary
 from mlxft.models.resolve import resolve
+from mlxft.progress import followed
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.objectives.common import HeadPlan, Reference, Row
 from mlxft.training.objectives.preference import LossSettings, Orpo
@@ -252,8 +253,8 @@ def _evaluate_examples(task: _Task) -> Evaluated:
     objective = Sft(task.head, Arranger("padded", shape_multiple()))
     batches, reference = task.batches(examples), task.reference(made)
     if reference is None:
-        return Evaluated(evaluate(made, _with_progress(batches), objective), len(texts), len(examples))
-    own, other, apart = divergence.compare(made, reference, _with_progress(batches), objective)
+        return Evaluated(evaluate(made, _followed(batches), objective), len(texts), len(examples))
+    own, other, apart = divergence.compare(made, reference, _followed(batches), objective)
     return Evaluated(own, len(texts), len(examples), other, apart)
 
 
@@ -263,7 +264,7 @@ def _evaluate_pairs(task: _Task) -> Evaluated:
     layout = choose_layout("orpo", pairs, made.layouts)
     objective = Orpo(task.head, Arranger(layout, shape_multiple()), LossSettings(beta=1.0))
     batches, reference = task.batches(pairs), task.reference(made)
-    both = _both(made, reference, lambda view: evaluate_pairs(view, objective, _with_progress(batches)))
+    both = _both(made, reference, lambda view: evaluate_pairs(view, objective, _followed(batches)))
     return Evaluated(both[0], len(pairs), len(pairs), both[1])
 
 
@@ -287,10 +288,10 @@ def _evaluate_unpaired(task: _Task) -> Evaluated:
     reference = task.reference(made)
     if reference is None and task.config.adapter.init_from is not None:
         reference = base_of(made, task.config, task.folder)
-    logps = answer_logps(made, objective, _with_progress(batches))
+    logps = answer_logps(made, objective, _followed(batches))
     if reference is not None:
         with reference(made) as base:
-            base_logps = answer_logps(base, objective, _with_progress(batches))
+            base_logps = answer_logps(base, objective, _followed(batches))
     evaluation = compare(logps, base_logps, rows, time.perf_counter() - began)
     return Evaluated(evaluation, len(rows), len(rows))
 
@@ -367,15 +368,8 @@ def _warn(report: DataReport) -> None:
         log.warning("%s", line)
 
 
-def _with_progress(batches: Sequence[Sequence[Row]]) -> Iterable[Sequence[Row]]:
-    """Returns the batches; on a terminal, a bar on stderr follows them."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return batches
-    return track(batches, "evaluating", console=console, transient=True)
+def _followed(batches: Sequence[Any]) -> Iterable[Any]:
+    return followed(batches, "evaluating")
 
 
 def _print_table(lines: Sequence[tuple[str, ...]]) -> None:
