@@ -16,7 +16,7 @@ from mlxft.resources import folder
 
 _ARGUMENT = re.compile(r"(?:\+\+|\+)?(?P<name>[^=]*?)\s*=(?P<value>.*)", re.DOTALL)
 
-# Keys that hold free text or a pattern: taken as typed, since Hydra's grammar reserves much of either.
+# Keys that hold free text or a pattern: taken as typed, being full of what Hydra's grammar reserves.
 FREE_TEXT = ("prompt", "system", "eval.extract")
 
 
