@@ -118,15 +118,16 @@ class _Task:
         self.kinds = {read_adapter(adapter).kind for adapter in self.adapters}
         self._check_keys()
         self.folder = resolve(config.model.path, config.model.revision)
-        vocabulary = load_vocabulary(config, self.folder, required=False)
-        if vocabulary.new:
-            texts = ", ".join(token.text for token in vocabulary.new)
+        self.words = load_vocabulary(config, self.folder, required=False)
+        if self.words.new and wanted.to != "merged":
+            texts = ", ".join(token.text for token in self.words.new)
             raise InputError(
-                f"to={wanted.to}: the adapter brings new tokens ({texts}), which are not exported yet: they "
-                "need a longer embedding and the adapter's tokenizer"
+                f"to={wanted.to}: the adapter brings new tokens ({texts}), and the form has no place for "
+                "them. Use to=merged, whose tables and tokenizer have them"
             )
-        self.tokenizer = vocabulary.tokenizer
-        self.rows = rows_of(config, self.tokenizer, vocabulary.size)
+        self.rows = rows_of(config, self.words.tokenizer, self.words.size)
+        if self.words.new:
+            self.rows.append([token.number for token in self.words.new])
 
     def _check_keys(self) -> None:
         """Raises InputError for keys that the form has no use for."""
@@ -154,16 +155,17 @@ class _Task:
 
     def form(self, folder: Path) -> Form:
         forms = {"peft": Peft, "merged": Merged, "gguf": Gguf if self.wanted.gguf == "model" else GgufAdapter}
-        return forms[self.wanted.to](self.config, self.wanted, self.folder, folder, self.tokenizer)
+        return forms[self.wanted.to](self.config, self.wanted, self.folder, folder, self.words)
 
     def trained_logits(self, form: Form) -> tuple[np.ndarray, np.ndarray]:
         """Returns the logits of the trained model and of its base; what the form needs of it is written."""
-        model = load_adapted(self.config, self.folder)
+        model = load_adapted(self.config, self.folder, self.words.new)
         form.begin(model)
         trained = logits_of(model, self.rows)
         if not any(isinstance(module, AdaptedLayer) for module in model.modules()):
             del model  # whole weights: the base is read anew
-            return trained, logits_of(load_model(self.folder, self.config.model.dtype), self.rows)
+            base = load_model(self.folder, self.config.model.dtype, self.words.new)
+            return trained, logits_of(base, self.rows)
         with adapter_disabled(model):
             return trained, logits_of(model, self.rows)
 

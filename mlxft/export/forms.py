@@ -16,13 +16,14 @@ from mlxft.export.gguf_files import TYPES, read_model, write_adapter, write_mode
 from mlxft.export.gguf_files import read_adapter as read_adapter_file
 from mlxft.export.gguf_tokenizer import vocabulary
 from mlxft.export.merged import MergedModel
-from mlxft.export.merging import Changes, changes_of, merged_weights
+from mlxft.export.merging import Changes, changes_of, in_tables, merged_weights
 from mlxft.models import audit
 from mlxft.models.adapters import attach, load_adapter, read_adapter, save_peft_adapter, start_of, updates_of
 from mlxft.models.dequantise import dense, is_quantised
 from mlxft.models.fitting import Fitted
 from mlxft.models.load import load_model, stored_model
 from mlxft.models.lora_linear import AdaptedLayer
+from mlxft.models.new_tokens import Vocabulary, add_new_tokens
 from mlxft.models.targets import adaptable_layers
 from mlxft.models.whole_modules import type_of, whole_paths
 
@@ -42,12 +43,13 @@ class Form:
     rounds = True  # False for a form that holds what was trained as it is
     remedy = "This is a fault of mlxft; please report it."
 
-    def __init__(self, config: Config, wanted: ExportConfig, base: Path, out: Path, tokenizer: Any):
+    def __init__(self, config: Config, wanted: ExportConfig, base: Path, out: Path, words: Vocabulary):
         self.config = config
         self.wanted = wanted
         self.base = base
         self.out = out
-        self.tokenizer = tokenizer
+        self.tokenizer = words.tokenizer
+        self.words = words
         self.trained = ""
         self.dtype = mx.float32
 
@@ -64,7 +66,10 @@ class Form:
         adapter = self.config.adapter
         if len(adapter.starts) == 1 and (read := read_adapter(adapter.starts[0])).kind == "full":
             return changes_of(read)
-        return changes_of(start_of(stored, adapter.init_from, adapter.init_weights))
+        if self.words.new:
+            stored, _ = stored_model(self.base)  # one more, since its tables are not those of the files
+            add_new_tokens(stored, self.words.new)
+        return in_tables(changes_of(start_of(stored, adapter.init_from, adapter.init_weights)), stored)
 
     def load_back(self) -> nn.Module:
         """Returns a model that computes what lies in `out`."""
@@ -105,8 +110,11 @@ class Merged(Form):
 
     def write(self) -> None:
         stored, config = stored_model(self.base)
-        merged = MergedModel(self.base, stored, config, self.changes(stored), self.wanted)
+        size = self.words.size if self.words.new else None
+        merged = MergedModel(self.base, stored, config, self.changes(stored), self.wanted, size)
         self.report = merged.write(self.out)
+        if self.words.new:
+            self.tokenizer.save_pretrained(self.out)
 
     def load_back(self) -> nn.Module:
         return load_model(self.out, self.config.model.dtype)

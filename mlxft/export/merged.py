@@ -97,7 +97,10 @@ class Tensor:
 
 
 class MergedModel:
-    """The base in `folder` with `changes`. stored, config: its model as it is stored."""
+    """The base in `folder` with `changes`. stored, config: its model as it is stored.
+
+    vocabulary: how many tokens the merged model has, None for as many as the base.
+    """
 
     def __init__(
         self,
@@ -106,8 +109,10 @@ class MergedModel:
         config: dict[str, Any],
         changes: Changes,
         export: ExportConfig,
+        vocabulary: Optional[int] = None,
     ):
         self.folder = folder
+        self.vocabulary = vocabulary
         self.changes = changes
         self.export = export
         self.modules = dict(stored.named_modules())
@@ -213,6 +218,8 @@ class MergedModel:
         for part in (config, config.get("text_config")):
             if not isinstance(part, dict):
                 continue
+            if self.vocabulary is not None and "vocab_size" in part:
+                part["vocab_size"] = self.vocabulary
             if self.export.dtype != "auto":
                 part |= {key: self.export.dtype for key in ("dtype", "torch_dtype") if key in part}
             for key in keys:

@@ -18,6 +18,7 @@ from mlxft.errors import InputError
 from mlxft.models.adapter_tensors import Adapter, LowRank
 from mlxft.models.dequantise import dense, is_quantised
 from mlxft.models.fitting import Fitted
+from mlxft.models.new_rows import BIAS, ROWS, NewRows
 from mlxft.models.targets import LinearLayer
 
 
@@ -72,6 +73,27 @@ def changes_of(fitted: Fitted | Adapter) -> Changes:
         return Changes({name: Change(array) for name, array in fitted.weights.items()})
     by_name: dict[str, Change] = {name: Change(array) for name, array in fitted.whole.items()}
     return Changes(by_name | {f"{layer.path}.weight": Update(layer, low) for layer, low in fitted.updates})
+
+
+def in_tables(changes: Changes, model: nn.Module) -> Changes:
+    """Returns the changes with new rows as part of the tables that they belong to.
+
+    model: with new rows, as it is stored otherwise; rows that nothing changes are what they began as.
+    """
+    by_name = dict(changes.by_name)
+    for path, module in model.named_modules():
+        if not isinstance(module, NewRows):
+            continue
+        update, rows, bias = (by_name.pop(f"{path}.{own}", None) for own in ("table.weight", ROWS, BIAS))
+        if f"{path}.weight" in by_name:  # trained whole: its rows are in it
+            continue
+        table = update.merged() if update else dense_weight(module.table)
+        new = rows.merged() if rows else module.new_rows
+        by_name[f"{path}.weight"] = Change(module.joined(table, new, axis=0))
+        if BIAS in module:
+            new = bias.merged() if bias else module.new_bias
+            by_name[f"{path}.bias"] = Change(module.joined(module.table.bias, new))
+    return Changes(by_name)
 
 
 @dataclass(frozen=True)

@@ -167,13 +167,35 @@ def test_later_commands_know_the_tokens_of_an_adapter(folders, tmp_path, capsys)
     assert said("generate", model, adapter, f"prompt={CALL}", "max_tokens=2")
     table = said("preview", model, adapter, f"data.train={rows}", "preview.rows=1", "preview.tokens=true")
     assert f"{VOCAB_SIZE} │ {CALL}" in table and f"{VOCAB_SIZE + 1} │ {RESULT}" in table
-    assert cli.main(["export", model, adapter, "to=merged", f"out={tmp_path / 'out'}"]) == 2
-    assert f"({CALL}, {RESULT}), which are not exported yet" in capsys.readouterr().err
+    assert cli.main(["export", model, adapter, "to=peft", f"out={tmp_path / 'out'}"]) == 2
+    assert f"new tokens ({CALL}, {RESULT}), and the form has no place" in capsys.readouterr().err
     planned = json.loads(said("plan", model, adapter, f"data.train={rows}", "--json"))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert planned["trained_parameters"] == summary["trainable_parameters"]
     train(folders, "llama", tmp_path / "more", adapter, named=[])
     assert column(tmp_path / "more", "loss")[0] < column(tmp_path / "run", "loss")[0]
+
+
+@pytest.mark.parametrize("model, more", [
+    ("llama", []),
+    ("tied", ["adapter.targets=[embed_tokens,q_proj]"]),
+    ("padded", ["adapter.kind=dora"]),
+    ("quantised", []),
+    ("llama", ["adapter.modules_to_save=[lm_head]"]),
+    ("llama", ["adapter.kind=full", "adapter.rank=null"]),
+])  # fmt: skip
+def test_a_merged_model_has_the_tokens_for_mlx_lm(folders, tmp_path, model, more):
+    """The command compares its logits with the trained model's, the new tokens' rows among them."""
+    import mlx_lm
+
+    train(folders, model, tmp_path / "run", *more)
+    words = [f"model.path={folders / model}", f"adapter.init_from={tmp_path / 'run/adapter'}"]
+    assert cli.main(["export", *words, "to=merged", f"out={tmp_path / 'out'}"]) == 0
+    loaded, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    assert tokenizer.encode(f"{CALL}{RESULT}", add_special_tokens=False) == [259, 260]
+    size = 320 if model == "padded" else 261
+    assert loaded(mx.array([[259, 260]])).shape[-1] == size
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == size
 
 
 @pytest.mark.parametrize("more", [[], ["adapter.kind=full", "adapter.rank=null"]])
