@@ -8,8 +8,8 @@ rows are not scored twice.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -26,6 +26,7 @@ from mlxft.models.decoder import view as checked_view
 from mlxft.models.load import load_model
 from mlxft.models.lora_linear import adapter_disabled
 from mlxft.models.resolve import resolve
+from mlxft.training.objectives.common import Reference
 from mlxft.training.reference_files import Digests, is_the_start
 from mlxft.training.validation import fixed_batches
 
@@ -33,9 +34,6 @@ log = logging.getLogger("mlxft")
 
 # Bumped when the values of the same model and rows change.
 _VERSION = 2
-
-# Enters the reference policy, given the view of the one in training, and gives the view to score with.
-Reference = Callable[[DecoderView], AbstractContextManager[DecoderView]]
 
 
 @contextmanager
