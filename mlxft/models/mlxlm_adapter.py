@@ -43,7 +43,14 @@ def read(folder: Path) -> Adapter:
         if low.rank != rank or low.rank_of_b != rank:
             raise InputError(f"{folder / WEIGHTS}: {path} has lora_a {tuple(a.shape)} and lora_b "
                              f"{tuple(b.shape)}, but {CONFIG} says rank {rank}")
-    return Adapter(folder, kind, layers, weights, lambda linears: _chosen(linears, num_layers, keys))
+    return Adapter(
+        folder,
+        kind,
+        layers,
+        weights,
+        lambda linears: _chosen(linears, num_layers, keys),
+        chosen_are_all=True,  # mlx-lm goes by its configuration and drops other tensors without a word
+    )
 
 
 def _chosen(linears: list[LinearLayer], num_layers: int, keys: list[str] | None) -> set[str]:
