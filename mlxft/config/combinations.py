@@ -14,7 +14,7 @@ from mlxft.config.choices import (
     wsd_decay_steps,
 )
 from mlxft.config.keys import Key, is_missing
-from mlxft.data.sources import on_hub
+from mlxft.data.files import on_hub
 from mlxft.resources import bundled_data, folder
 
 Found = Iterator[tuple[str, str]]

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import yaml
 
-from mlxft.data.sources import on_hub
+from mlxft.data.files import on_hub
 from mlxft.models.resolve import is_hub_id
 
 _USE = {

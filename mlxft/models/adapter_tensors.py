@@ -60,7 +60,8 @@ class Adapter:
     """What a folder holds: low-rank updates by module path; whole weights by name, of all or of some modules.
 
     chosen: given a model's layers, the paths that the folder's own configuration says are adapted (to find
-    what is missing). embeddings: of the base that it was trained on, by path, where the folder has them.
+    what is missing); chosen_are_all: others are an error. embeddings: of the base that it was trained on, by
+    path, where the folder has them.
     is_tied: whether what is said of an embedding is meant for the head too where the two are one.
     num_new_tokens: that it brings with it, None where the folder does not say.
     """
@@ -73,6 +74,7 @@ class Adapter:
     embeddings: dict[str, mx.array] = field(default_factory=dict)
     is_tied: bool = True
     num_new_tokens: Optional[int] = 0
+    chosen_are_all: bool = False
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:

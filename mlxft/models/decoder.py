@@ -41,6 +41,7 @@ class DecoderView:
 
     in_parts = True  # False for families that only run as a whole: no checkpointing, no segments
     layers_are_alike = True  # False where `run` treats layers of one kind by their number
+    last_norm = "norm"  # the name of the norm after the last layer
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -52,7 +53,7 @@ class DecoderView:
 
     def _find_decoder(self) -> nn.Module:
         decoder = getattr(self.text, "model", None)
-        missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(decoder, name)]
+        missing = [name for name in ("embed_tokens", "layers", self.last_norm) if not hasattr(decoder, name)]
         if missing:
             raise InputError(
                 f"models of type {self.family!r} cannot be trained yet: "
@@ -166,7 +167,7 @@ class DecoderView:
 
     def finish(self, state: State) -> mx.array:
         """Returns the hidden states (B, T, H) that the head reads."""
-        return self.decoder.norm(state[0])
+        return self.decoder[self.last_norm](state[0])
 
     @property
     def head_module(self) -> nn.Module:
@@ -193,8 +194,8 @@ class DecoderView:
     @property
     def embedding_trains(self) -> bool:
         """True if anything below the first layer is trained."""
-        trained = self.decoder.trainable_parameters()
-        return any(_has_arrays(value) for name, value in trained.items() if name not in ("layers", "norm"))
+        trained, above = self.decoder.trainable_parameters(), ("layers", self.last_norm)
+        return any(_has_arrays(value) for name, value in trained.items() if name not in above)
 
     def lowest_trainable(self) -> int:
         """Returns the first layer that a backward has to reach: num_layers if only the head trains."""

@@ -97,11 +97,14 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
         wrong += _wrong_shapes(path, layer, low)
         fitted.append((layer, low))
     present = {layer.path for layer, _ in fitted}
-    missing = sorted(adapter.chosen(layers) - present)
+    chosen = adapter.chosen(layers)
+    missing = sorted(chosen - present)
+    unnamed = sorted(present - chosen) if adapter.chosen_are_all else []
     whole, odd = _whole(adapter, places)
     refuse(adapter.folder, {"no such linear layer in the model": unknown, "wrong shape": wrong,
                             "not in the model, or in another shape": odd,
-                            "missing in the adapter, though its configuration names them": missing})
+                            "missing in the adapter, though its configuration names them": missing,
+                            "in the adapter, though its configuration does not name them": unnamed})
     _check_embeddings(adapter, places)
     if not fitted:
         raise InputError(f"the adapter in {adapter.folder} holds no tensors")

@@ -58,6 +58,7 @@ def read(folder: Path) -> Adapter:
         weights,
         lambda linears: _chosen(linears, num_layers, keys),
         num_new_tokens=num_new,
+        chosen_are_all=True,  # mlx-lm goes by its configuration and drops other tensors without a word
     )
 
 

@@ -27,9 +27,9 @@ from mlxft.models.new_tokens import NewToken, add_new_tokens
 from mlxft.segmented.build import build
 from mlxft.segmented.plan import GradientPlan
 from mlxft.training import objectives
+from mlxft.training.objectives.common import Reference
 from mlxft.training.objectives.unpaired import mismatch
 from mlxft.training.optimizer import global_norm
-from mlxft.training.reference import Reference
 from mlxft.training.reference import make as make_reference
 from mlxft.training.step import Stepper, WindowGradient
 from mlxft.training.windows import Windows
