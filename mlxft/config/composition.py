@@ -11,7 +11,15 @@ from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, GenerateConfig, PreviewConfig, PreviewKeys
+from mlxft.config.schema import (
+    ChatConfig,
+    Config,
+    GenerateConfig,
+    PreviewConfig,
+    PreviewKeys,
+    ServerConfig,
+    ServerKeys,
+)
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -23,13 +31,16 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview: the keys that only the command of that name has, where it is that command's.
+    generate, preview, server, chat: the keys that only the command of that name has (`serve` for server), where
+    it is that command's.
     """
 
     config: Config
     recipe: str | None = None
     generate: GenerateConfig | None = None
     preview: PreviewConfig | None = None
+    server: ServerConfig | None = None
+    chat: ChatConfig | None = None
 
 
 # What Hydra would take for instructions to itself and act on, or drop, in silence.
@@ -74,6 +85,8 @@ COMMANDS = {
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
             own=GenerateConfig,
         ),
+        Command("serve", ("model", *_ADAPTED, "server"), (_MODEL,), own=ServerKeys),
+        Command("chat", ("model", *_ADAPTED), (_MODEL,), own=ChatConfig),
     )
 }
 
@@ -93,7 +106,9 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     settings = _checked(values | request.texts, wanted, keys, problems)
     generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
     preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
-    return Composed(_build(Config, settings), request.recipe, generate, preview)
+    server = _build(ServerKeys, settings).server if wanted.own is ServerKeys else None
+    chat = _build(ChatConfig, settings) if wanted.own is ChatConfig else None
+    return Composed(_build(Config, settings), request.recipe, generate, preview, server, chat)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:

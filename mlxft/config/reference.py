@@ -7,7 +7,7 @@ from typing import get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.keys import Key, groups_of, is_among, keys_of
-from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
+from mlxft.config.schema import ChatConfig, Config, GenerateConfig, PreviewKeys, ServerKeys
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
@@ -20,6 +20,11 @@ def training_keys(used: tuple[str, ...] | None = None) -> str:
 def preview_keys() -> str:
     """Returns a line for each key that only `mlxft preview` has."""
     return _in_groups(PreviewKeys, None)
+
+
+def server_keys() -> str:
+    """Returns a line for each key that only `mlxft serve` has."""
+    return _in_groups(ServerKeys, None)
 
 
 def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
@@ -36,8 +41,17 @@ def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
 
 def generation_keys() -> str:
     """Returns a line for each key that only `mlxft generate` has."""
-    comments = _comments(GenerateConfig)
-    return "\n".join(_line(key, comments) for key in keys_of(GenerateConfig).values())
+    return _of(GenerateConfig)
+
+
+def chat_keys() -> str:
+    """Returns a line for each key that only `mlxft chat` has."""
+    return _of(ChatConfig)
+
+
+def _of(schema: type) -> str:
+    comments = _comments(schema)
+    return "\n".join(_line(key, comments) for key in keys_of(schema).values())
 
 
 def _comments(schema: type) -> dict[str, str]:
