@@ -230,8 +230,8 @@ Serves a model and its adapters to OpenAI's and Anthropic's clients, until it is
   mlxft serve model=smollm2 adapter.init_from=runs/quickstart/TIME/adapter server.port=9000
   mlxft serve model=smollm2 server.adapters={{a:runs/a/adapter,b:runs/b/adapter}}
 
-adapter.init_from is the adapter of requests that name none. --provider pi prints what the coding agent Pi has to
-know of the server, and stops.
+adapter.init_from is the adapter of requests that name none. --provider pi prints what the coding agent Pi
+has to know of the server, and stops.
 
 Keys and their defaults:
 
@@ -389,7 +389,7 @@ COMMANDS = {
     "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
     "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
     "chat": Command("a conversation in the terminal", _chat_help, _main_of("mlxft.serving.terminal")),
-    "serve": Command("OpenAI's and Anthropic's APIs on a model", _serve_help, _main_of("mlxft.serving.command")),
+    "serve": Command("a model for OpenAI's clients", _serve_help, _main_of("mlxft.serving.command")),
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),

@@ -31,8 +31,8 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview, server, chat: the keys that only the command of that name has (`serve` for server), where
-    it is that command's.
+    generate, preview, server, chat: the keys that only the command of that name has (serve for server),
+    where it is that command's.
     """
 
     config: Config

@@ -266,7 +266,7 @@ def _adapters(value: dict[str, str]) -> dict[str, str]:
     """Settles {name: folder}."""
     for name in value:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
-            raise ValueError(f"{_shown(name)} is no name for an adapter: letters, digits, and . _ - after them")
+            raise ValueError(f"{_shown(name)} is no name: letters, digits, and . _ - after them")
     return {name: _path(folder) for name, folder in value.items()}
 
 

@@ -56,8 +56,11 @@ def main(arguments: list[str]) -> int:
     model = load_adapted(composed.config, folder)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed)
     if compares:
-        answers = both(model, composed.config, folder, lambda each: list(stream(each, tokenizer, prompt, sampling)))
-        _print_both(*("".join(part.text for part in parts).strip() for parts in answers))
+
+        def ask(each: nn.Module) -> str:
+            return "".join(part.text for part in stream(each, tokenizer, prompt, sampling)).strip()
+
+        _print_both(*both(model, composed.config, folder, ask))
         return EXIT_DONE
     last = None
     for part in stream(model, tokenizer, prompt, sampling):

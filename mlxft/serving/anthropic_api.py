@@ -131,7 +131,11 @@ async def answer_messages(served: Served, wanted: MessagesRequest, http: HttpReq
     given = {name: value for name in names if (value := getattr(wanted, name)) is not None}
     sampling = Sampling(**{"temperature": served.temperature} | given, seed=seed_of(None))
     request = Request(
-        prompt, wanted.max_tokens, lambda event: None, sampling, list(wanted.stop_sequences or []),
+        prompt,
+        wanted.max_tokens,
+        lambda event: None,
+        sampling,
+        list(wanted.stop_sequences or []),
         served.adapter_of(wanted.model, wanted.adapter),
     )
     message = _Message(wanted.model, len(prompt), AnswerParts(served.tokenizer, prompt, tools))
@@ -162,7 +166,10 @@ class _Message:
                 self._add(kind, value)
             end = event
         return self._body(self.blocks) | {
-            "stop_reason": self._reason(end), "stop_sequence": end.stopped_by, "usage": _usage(end)}
+            "stop_reason": self._reason(end),
+            "stop_sequence": end.stopped_by,
+            "usage": _usage(end),
+        }
 
     async def streamed(self, answers: Answers) -> AsyncIterator[str]:
         usage = {"input_tokens": self.num_prompt, "output_tokens": 0}
@@ -210,7 +217,8 @@ class _Message:
             block["type"] = kind
             events.append(_event("content_block_start", index=place, content_block=block))
         deltas = {
-            "text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+            "thinking": ("thinking_delta", "thinking"),
             "tool_use": ("input_json_delta", "partial_json"),
         }
         name, field = deltas[kind]
@@ -243,8 +251,11 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _usage(end: End) -> dict[str, int]:
-    return {"input_tokens": end.prompt_tokens - end.cached_tokens, "output_tokens": end.completion_tokens,
-            "cache_read_input_tokens": end.cached_tokens}
+    return {
+        "input_tokens": end.prompt_tokens - end.cached_tokens,
+        "output_tokens": end.completion_tokens,
+        "cache_read_input_tokens": end.cached_tokens,
+    }
 
 
 def _event(name: str, **content: Any) -> str:
@@ -290,8 +301,14 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:

@@ -23,15 +23,27 @@ from mlxft.serving.served import Served
 
 log = logging.getLogger("mlxft")
 
-_MEANINGS = {400: "the request is wrong", 401: "no API key, or a wrong one", 404: "no such thing",
-             409: "the name is taken", 413: "the body is too large", 429: "all places are taken",
-             500: "a fault of the server", 503: "the server is shutting down"}
+_MEANINGS = {
+    400: "the request is wrong",
+    401: "no API key, or a wrong one",
+    404: "no such thing",
+    409: "the name is taken",
+    413: "the body is too large",
+    429: "all places are taken",
+    500: "a fault of the server",
+    503: "the server is shutting down",
+}
 
 
 def make_app(served: Served, api_key: Optional[str] = None, may_mount: bool = True) -> FastAPI:
     """Returns the ASGI application. may_mount: whether clients may mount and unmount adapters."""
-    app = FastAPI(title="mlxft", version=mlxft.__version__, docs_url=None, redoc_url=None,
-                  description="OpenAI's and Anthropic's APIs on one model, with adapters by name.")
+    app = FastAPI(
+        title="mlxft",
+        version=mlxft.__version__,
+        docs_url=None,
+        redoc_url=None,
+        description="OpenAI's and Anthropic's APIs on one model, with adapters by name.",
+    )
     metrics = Metrics(served.engine)
     _add_answers(app, served)
     _add_lists(app, served)
@@ -56,13 +68,17 @@ def _answers(model: Any, *statuses: int, streams: bool = False, error: Any = wir
 def _add_answers(app: FastAPI, served: Served) -> None:
     every = (400, 401, 404, 413, 429, 500, 503)
 
-    @app.post("/v1/chat/completions", response_model=None,
-              responses=_answers(wire.ChatCompletion, *every, streams=True))
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=_answers(wire.ChatCompletion, *every, streams=True),
+    )
     async def chat_completions(wanted: wire.ChatRequest, http: HttpRequest) -> Response:
         return await openai_api.answer_chat(served, wanted, http)
 
-    @app.post("/v1/completions", response_model=None,
-              responses=_answers(wire.Completion, *every, streams=True))
+    @app.post(
+        "/v1/completions", response_model=None, responses=_answers(wire.Completion, *every, streams=True)
+    )
     async def completions(wanted: wire.CompletionRequest, http: HttpRequest) -> Response:
         return await openai_api.answer_completion(served, wanted, http)
 
@@ -109,13 +125,22 @@ def _add_mounting(app: FastAPI, served: Served) -> None:
 
 
 def _add_state(app: FastAPI, served: Served, metrics: Metrics) -> None:
-    @app.get("/health", responses={200: {"model": wire.Health}, 413: {"model": wire.ErrorAnswer},
-                                   503: {"model": wire.Health, "description": "the engine has ended"}})
+    @app.get(
+        "/health",
+        responses={
+            200: {"model": wire.Health},
+            413: {"model": wire.ErrorAnswer},
+            503: {"model": wire.Health, "description": "the engine has ended"},
+        },
+    )
     async def health() -> Response:
         engine = served.engine
         draining = engine.is_draining or not engine.is_alive
-        body = {"status": "draining" if draining else "ok", "active": engine.num_active,
-                "waiting": engine.num_waiting}
+        body = {
+            "status": "draining" if draining else "ok",
+            "active": engine.num_active,
+            "waiting": engine.num_waiting,
+        }
         return JSONResponse(body, 503 if draining else 200)
 
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -147,7 +172,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, error: HTTPException) -> Response:
-        body = error_for(http.url.path, f"{http.method} {http.url.path}: {error.detail}", None, error.status_code)
+        what = f"{http.method} {http.url.path}: {error.detail}"
+        body = error_for(http.url.path, what, None, error.status_code)
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(ClientLeft)
@@ -164,8 +190,9 @@ def _add_errors(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     """Returns the OpenAPI document; FastAPI adds 422 to all that has parameters, and here that is 400."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=app.description,
-                               routes=app.routes)
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

@@ -79,8 +79,16 @@ def make_served(composed: Composed) -> Any:
         raise
     name = cfg.name or config.model.path
     bounds = Bounds(int(cfg.max_body * 1e6), cfg.max_messages, cfg.max_choices, cfg.default_tokens)
-    return Served(engine, name, vocabulary_size(folder), (config.model.path, Path(config.model.path).name),
-                  bounds, default, cfg.temperature, cfg.thinking)
+    return Served(
+        engine,
+        name,
+        vocabulary_size(folder),
+        (config.model.path, Path(config.model.path).name),
+        bounds,
+        default,
+        cfg.temperature,
+        cfg.thinking,
+    )
 
 
 def _mount_all(engine: Any, composed: Composed) -> str | None:
@@ -106,8 +114,10 @@ def _listening(host: str, port: int):
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except OSError as error:
-        raise InputError(f"server.host={host} server.port={port}: {error.strerror or error}; "
-                         "choose another, for example server.port=8081") from None
+        raise InputError(
+            f"server.host={host} server.port={port}: {error.strerror or error}; "
+            "choose another, for example server.port=8081"
+        ) from None
     with listening:
         yield listening
 
@@ -116,8 +126,14 @@ def _serve(app: Any, served: Any, listening: socket.socket, shutdown_s: float) -
     import uvicorn
 
     # uvicorn ends what is still open after its own time; the engine has ended every answer before.
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False,
-                            timeout_graceful_shutdown=int(shutdown_s) + 10)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=int(shutdown_s) + 10,
+    )
     server = uvicorn.Server(config)
     stopped_by: list[int] = []
 

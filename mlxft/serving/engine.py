@@ -141,8 +141,14 @@ class Counts:
 class Engine:
     """Answers requests on one model with adapters by name, from `start` until `stop`."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, context: int, limits: Limits = Limits(),
-                 any_template: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        context: int,
+        limits: Limits = Limits(),
+        any_template: bool = False,
+    ):
         self.tokenizer, self.context, self.limits = tokenizer, context, limits
         self.counts, self.grammars = Counts(), Grammars(tokenizer)
         current = CurrentRows()
@@ -184,19 +190,28 @@ class Engine:
         """Raises Refused for a request that can never be answered: unknown adapter, too long, too large."""
         if request.adapter is not None and self.residents.get(request.adapter) is None:
             names = ", ".join(r.name for r in self.residents.listed()) or "none"
-            raise Refused(f"there is no adapter {request.adapter!r}; mounted: {names}", "adapter_not_found",
-                          404, "adapter")
+            raise Refused(
+                f"there is no adapter {request.adapter!r}; mounted: {names}",
+                "adapter_not_found",
+                404,
+                "adapter",
+            )
         if not request.prompt:
             raise Refused("the prompt holds no token", "empty_prompt", 400)
         if request.most_tokens > self.context:
             raise Refused(
                 f"{len(request.prompt)} tokens of prompt and {request.max_tokens} of answer are more than "
-                f"the {self.context} positions that the model has", "context_length_exceeded", 400)
+                f"the {self.context} positions that the model has",
+                "context_length_exceeded",
+                400,
+            )
         if self._plan.row_bytes(request.most_tokens) > self._room:
             raise Refused(
                 f"{request.most_tokens} tokens need {self._plan.row_bytes(request.most_tokens) / 1e9:.2f} GB "
                 f"of memory and there are {max(self._room, 0) / 1e9:.2f} GB; ask for fewer",
-                "context_over_budget", 400)
+                "context_over_budget",
+                400,
+            )
 
     def submit(self, *requests: Request) -> None:
         """Hands requests over, all of them or none. Raises: Refused, also when all places are taken."""
@@ -367,8 +382,9 @@ class Engine:
         if active.stops.hit is not None:
             reason = "stop"
         del self._active[response.uid]
-        request.deliver(End(reason, len(request.prompt), active.num_tokens, active.cached_tokens,
-                            active.stops.hit))
+        request.deliver(
+            End(reason, len(request.prompt), active.num_tokens, active.cached_tokens, active.stops.hit)
+        )
         self._close(request, reason)
 
     def _close(self, request: Request, reason: str) -> None:
@@ -405,7 +421,9 @@ class Engine:
         self._ended = True
 
 
-def load_engine(folder: Path, dtype: str = "auto", limits: Limits = Limits(), any_template: bool = False) -> Engine:
+def load_engine(
+    folder: Path, dtype: str = "auto", limits: Limits = Limits(), any_template: bool = False
+) -> Engine:
     """Returns an engine for the model in `folder`, not yet started. Raises: InputError."""
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, dtype)

@@ -65,7 +65,8 @@ async def answer_completion(served: Served, wanted: CompletionRequest, http: Htt
 def _requests(served: Served, wanted: Drawing, prompt: list[int], num_top: Optional[int]) -> list[Request]:
     """Returns a request for each of the n answers, their seeds one after the other."""
     number = served.check_choices(wanted.n or 1)
-    sampling, adapter = sampling_of(wanted, served.temperature), served.adapter_of(wanted.model, wanted.adapter)
+    sampling = sampling_of(wanted, served.temperature)
+    adapter = served.adapter_of(wanted.model, wanted.adapter)
     most = served.max_tokens(len(prompt), getattr(wanted, "max_completion_tokens", None) or wanted.max_tokens)
     stop = [wanted.stop] if isinstance(wanted.stop, str) else list(wanted.stop or [])
     for token in sampling.logit_bias:
@@ -80,7 +81,7 @@ def _requests(served: Served, wanted: Drawing, prompt: list[int], num_top: Optio
 
 
 def sampling_of(wanted: Drawing, temperature: float) -> Sampling:
-    """Returns how the request's tokens are drawn, all but the seed; what it does not say is mlx-lm's default."""
+    """Returns how the request's tokens are drawn, all but the seed."""
     names = Sampling.__dataclass_fields__.keys() - {"seed", "logit_bias"}
     given = {name: value for name in names if (value := getattr(wanted, name)) is not None}
     bias = {int(token): value for token, value in (wanted.logit_bias or {}).items()}
@@ -205,13 +206,19 @@ class _Chat(_Kind):
         if gathered.calls:
             message["tool_calls"] = [_tool_call(call) for call in gathered.calls]
             message["content"] = gathered.content.strip() or None
-        return {"index": number, "message": message, "logprobs": self.logprobs(gathered.tokens),
-                "finish_reason": gathered.reason}
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": self.logprobs(gathered.tokens),
+            "finish_reason": gathered.reason,
+        }
 
     def first_chunks(self) -> list[dict]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-                for number in range(len(self.choices))]
+        return [
+            {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+            for number in range(len(self.choices))
+        ]
 
     def chunks(self, number: int, event: Piece | End, taken: tuple[Said, list[Token]]) -> list[dict]:
         said, tokens = taken
@@ -221,8 +228,10 @@ class _Chat(_Kind):
         if said.content or (tokens and not said.reasoning):
             deltas.append({"content": said.content})
         before = len(gathered.calls) - len(said.calls)
-        deltas += [{"tool_calls": [{"index": before + place, **_tool_call(call)}]}
-                   for place, call in enumerate(said.calls)]
+        deltas += [
+            {"tool_calls": [{"index": before + place, **_tool_call(call)}]}
+            for place, call in enumerate(said.calls)
+        ]
         out = [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if tokens and out:
             out[0]["logprobs"] = self.logprobs(tokens)
@@ -233,10 +242,14 @@ class _Chat(_Kind):
     def logprobs(self, tokens: list[Token]) -> Optional[dict[str, Any]]:
         if not self.wanted.logprobs:
             return None
-        return {"refusal": None, "content": [
-            self.entry(token.id, token.logprob)
-            | {"top_logprobs": [self.entry(*each) for each in token.top]} for token in tokens
-        ]}
+        return {
+            "refusal": None,
+            "content": [
+                self.entry(token.id, token.logprob)
+                | {"top_logprobs": [self.entry(*each) for each in token.top]}
+                for token in tokens
+            ],
+        }
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.piece(token)
@@ -247,8 +260,12 @@ class _Completion(_Kind):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
     def choice(self, number: int, gathered: _Gathered) -> dict[str, Any]:
-        return {"index": number, "text": gathered.content, "logprobs": self.logprobs(gathered.tokens),
-                "finish_reason": gathered.reason}
+        return {
+            "index": number,
+            "text": gathered.content,
+            "logprobs": self.logprobs(gathered.tokens),
+            "finish_reason": gathered.reason,
+        }
 
     def first_chunks(self) -> list[dict]:
         return []
@@ -258,8 +275,14 @@ class _Completion(_Kind):
         ended = isinstance(event, End)
         if not (said.content or tokens or ended):
             return []
-        return [{"index": number, "text": said.content, "logprobs": self.logprobs(tokens) if tokens else None,
-                 "finish_reason": self.choices[number].reason if ended else None}]
+        return [
+            {
+                "index": number,
+                "text": said.content,
+                "logprobs": self.logprobs(tokens) if tokens else None,
+                "finish_reason": self.choices[number].reason if ended else None,
+            }
+        ]
 
     def logprobs(self, tokens: list[Token]) -> Optional[dict[str, Any]]:
         if self.wanted.logprobs is None:
@@ -287,9 +310,16 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error",
-          405: "invalid_request_error", 409: "invalid_request_error", 413: "invalid_request_error",
-          429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 
 
 def error_body(message: str, code: Optional[str], status: int, param: Optional[str] = None) -> dict[str, Any]:

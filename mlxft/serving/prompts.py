@@ -7,8 +7,19 @@ from jinja2 import TemplateError
 
 from mlxft.serving.engine import Refused
 
-_RESERVED = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict",
-             "return_tensors", "chat_template", "continue_final_message", "padding", "truncation")
+_RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "return_dict",
+    "return_tensors",
+    "chat_template",
+    "continue_final_message",
+    "padding",
+    "truncation",
+)
 
 
 def chat_tokens(
@@ -25,15 +36,21 @@ def chat_tokens(
         raise Refused("the model's chat template knows no tools", "tools_not_supported", 400, "tools")
     for name in settings:
         if name in _RESERVED:
-            raise Refused(f"{name} is none of the template's own settings", "bad_template_setting", 400,
-                          "chat_template_kwargs")
+            raise Refused(
+                f"{name} is none of the template's own settings",
+                "bad_template_setting",
+                400,
+                "chat_template_kwargs",
+            )
     turns = [_turn(turn) for turn in turns]
     try:
-        return list(tokenizer.apply_chat_template(turns, tools=tools or None, add_generation_prompt=True,
-                                                  **settings))
+        return list(
+            tokenizer.apply_chat_template(turns, tools=tools or None, add_generation_prompt=True, **settings)
+        )
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise Refused(f"the model's chat template does not take the messages: {error}", "bad_messages", 400,
-                      "messages") from None
+        raise Refused(
+            f"the model's chat template does not take the messages: {error}", "bad_messages", 400, "messages"
+        ) from None
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:

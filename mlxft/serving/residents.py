@@ -132,9 +132,7 @@ class Residents:
             self._originals = {}
 
     def _install(self) -> None:
-        layers = {
-            layer.path: layer.module for r in self._by_slot.values() for layer, _ in r.fitted.updates
-        }
+        layers = {layer.path: layer.module for r in self._by_slot.values() for layer, _ in r.fitted.updates}
         if not layers:
             return
         dtype = _activations(self.model)
@@ -161,7 +159,7 @@ def _check_linear(fitted: Fitted) -> None:
     if others:
         raise InputError(
             f"{fitted.folder} changes {', '.join(others[:3])}, and only updates of linear layers can differ "
-            "from request to request. Merge it into a model of its own (mlxft export to=merged) and serve that"
+            "from request to request. Merge it into a model of its own (mlxft export to=merged) and serve it"
         )
 
 

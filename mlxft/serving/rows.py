@@ -41,8 +41,13 @@ class RowLinear(nn.Module):
     rows of W + BA are multiplied by, or None.
     """
 
-    def __init__(self, linear: nn.Module, updates: Sequence[Optional[LowRank]],
-                 gains: Sequence[Optional[mx.array]], current: CurrentRows):
+    def __init__(
+        self,
+        linear: nn.Module,
+        updates: Sequence[Optional[LowRank]],
+        gains: Sequence[Optional[mx.array]],
+        current: CurrentRows,
+    ):
         super().__init__()
         self.linear = linear
         self._current = current

@@ -1,4 +1,4 @@
-"""How one request's tokens are drawn: its own chances, penalties, seed and grammar, whatever shares its batch."""
+"""How one request's tokens are drawn: its own chances, penalties, seed and grammar, alone or in a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

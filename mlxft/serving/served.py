@@ -39,7 +39,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):
-        # One thread: a tokenizer is not to be called from two at once, and long prompts must not hold the loop.
+        # One thread: a tokenizer is not to be called from two, and long prompts must not hold the loop.
         self._texts = ThreadPoolExecutor(1, "mlxft-text")
 
     @property
@@ -54,8 +54,9 @@ class Served:
         try:
             await self._in_thread(self.engine.grammars.check, schema)
         except (ValueError, TypeError) as error:
-            raise Refused(f"the schema cannot be used: {error}", "bad_schema", 400,
-                          "response_format") from None
+            raise Refused(
+                f"the schema cannot be used: {error}", "bad_schema", 400, "response_format"
+            ) from None
 
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         import asyncio
@@ -72,15 +73,23 @@ class Served:
             if adapter == "none":
                 return None
             if adapter not in mounted:
-                raise Refused(f"there is no adapter {adapter!r}; mounted: {', '.join(mounted) or 'none'}",
-                              "adapter_not_found", 404, "adapter")
+                raise Refused(
+                    f"there is no adapter {adapter!r}; mounted: {', '.join(mounted) or 'none'}",
+                    "adapter_not_found",
+                    404,
+                    "adapter",
+                )
             return adapter
         if model in mounted:
             return model
         if model in BASE_NAMES or model in (self.name, *self.names):
             return self.default_adapter
-        raise Refused(f"there is no model {model!r}; there are {', '.join(['local', self.name, *mounted])}",
-                      "model_not_found", 404, "model")
+        raise Refused(
+            f"there is no model {model!r}; there are {', '.join(['local', self.name, *mounted])}",
+            "model_not_found",
+            404,
+            "model",
+        )
 
     def max_tokens(self, num_prompt: int, wanted: Optional[int]) -> int:
         """Returns how long an answer may get: as asked for, else what is usual and fits."""
@@ -90,14 +99,19 @@ class Served:
 
     def check_messages(self, number: int) -> None:
         if number > self.bounds.max_messages:
-            raise Refused(f"{number} messages are more than the {self.bounds.max_messages} allowed",
-                          "too_many_messages", 400, "messages")
+            raise Refused(
+                f"{number} messages are more than the {self.bounds.max_messages} allowed",
+                "too_many_messages",
+                400,
+                "messages",
+            )
 
     def check_choices(self, number: int) -> int:
         most = min(self.bounds.max_choices, self.engine.limits.max_concurrent)
         if number > most:
-            raise Refused(f"n: {number} answers are more than the {most} allowed", "too_many_choices", 400,
-                          "n")
+            raise Refused(
+                f"n: {number} answers are more than the {most} allowed", "too_many_choices", 400, "n"
+            )
         return number
 
     def entries(self) -> list[dict[str, Any]]:

@@ -27,7 +27,8 @@ class StopStrings:
             place, self.hit = min(found, key=lambda each: each[0])
             return self._waiting[:place]
         keep = max((_overlap(self._waiting, stop) for stop in self._stops), default=0)
-        safe, self._waiting = self._waiting[: len(self._waiting) - keep], self._waiting[len(self._waiting) - keep :]
+        place = len(self._waiting) - keep
+        safe, self._waiting = self._waiting[:place], self._waiting[place:]
         return safe
 
     def rest(self) -> str:
@@ -62,7 +63,8 @@ class AnswerParts:
 
     def __init__(self, tokenizer: Any, prompt: list[int], tools: Optional[list[dict]]):
         self._tokenizer, self._tools = tokenizer, tools
-        initial = tokenizer.response_initial_state or ("reasoning" if _thinks(tokenizer, prompt) else "normal")
+        initial = "reasoning" if _thinks(tokenizer, prompt) else "normal"
+        initial = tokenizer.response_initial_state or initial
         self._state = make_text_state_machine(tokenizer).make_state(initial)
         self._call: Optional[str] = None
 
@@ -115,8 +117,11 @@ class AnswerParts:
         if not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
             return []
         return [
-            {"id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}", "name": call["name"],
-             "arguments": _json_text(call.get("arguments", {}))}
+            {
+                "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
+                "name": call["name"],
+                "arguments": _json_text(call.get("arguments", {})),
+            }
             for call in calls
         ]
 

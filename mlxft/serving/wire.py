@@ -109,8 +109,9 @@ class Drawing(Strict):
     min_p: Optional[Share] = None
     xtc_probability: Optional[Share] = None
     xtc_threshold: Optional[Annotated[float, Field(ge=0, le=0.5)]] = None
-    logit_bias: Optional[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
-                              Annotated[float, Field(ge=-100, le=100)]]] = None
+    logit_bias: Optional[
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
+    ] = None
     repetition_penalty: Optional[Annotated[float, Field(gt=0, le=10)]] = None
     repetition_context_size: Optional[Window] = None
     presence_penalty: Optional[Penalty] = None
