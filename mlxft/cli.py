@@ -160,7 +160,8 @@ def _train_help() -> str:
     return f"""\
 usage: mlxft train [--config] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
 
-Fine-tunes a model on rows of text and writes a run's folder: the adapter, checkpoints, metrics.
+Fine-tunes a model on texts, pairs of answers or labelled answers, and writes a run's folder: the adapter,
+checkpoints, metrics.
 
   mlxft train +recipe=quickstart                  a whole run from a file; mlxft recipes lists them
   mlxft train +recipe=quickstart optimizer.lr=1e-4 trainer.epochs=2
@@ -184,7 +185,7 @@ def _eval_help() -> str:
     return f"""\
 usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
 
-Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows; of pairs of answers,
+Says the loss and the perplexity of a model, or of an adapter on it, on a file of texts; of pairs of answers,
 how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them.
 
   mlxft eval model=smollm2 data.valid=rows.jsonl
@@ -258,6 +259,29 @@ Keys and their defaults:
 {chat_keys()}
 
 {training_keys(COMMANDS["chat"].uses)}"""
+
+
+def _export_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import export_keys, training_keys
+
+    return f"""\
+usage: mlxft export [--json] adapter.init_from=FOLDER to=peft|merged|gguf out=FOLDER [KEY=VALUE ...]
+
+Writes a trained adapter in the form that another program loads: PEFT's layout, a whole model with the adapter
+merged into it, or GGUF. Its logits are compared with the trained model's before anything is kept.
+
+  mlxft export adapter.init_from=runs/x/adapter to=peft out=peft
+  mlxft export adapter.init_from=runs/x/adapter to=merged out=merged dtype=float32
+  mlxft export adapter.init_from=runs/x/adapter to=gguf gguf=adapter out=gguf
+
+Without model.path it is the model that the adapter names. --json prints one JSON object on standard output.
+
+Keys and their defaults (of the rows only some are read, to compare on; without them, some sentences):
+
+{export_keys()}
+
+{training_keys(COMMANDS["export"].uses)}"""
 
 
 def _preview_help() -> str:
@@ -388,6 +412,7 @@ COMMANDS = {
     "train": Command("fine-tune a model", _train_help, _train),
     "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
     "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
+    "export": Command("an adapter for other programs", _export_help, _main_of("mlxft.export.command")),
     "chat": Command("a conversation in the terminal", _chat_help, _main_of("mlxft.serving.terminal")),
     "serve": Command("a model for OpenAI's clients", _serve_help, _main_of("mlxft.serving.command")),
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),

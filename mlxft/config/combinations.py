@@ -196,12 +196,21 @@ def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
     if kind == "full":
         for name in [f"adapter.{key}" for key in LOW_RANK_KEYS if f"adapter.{key}" in given]:
             yield name, "it has no meaning with adapter.kind=full, which trains every weight; leave it out"
-    elif settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
+    yield from _ranks(given)
+    if kind != "full" and settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
         yield "adapter.rslora", "the scale of adapter.init_from is taken over as it is; leave it out"
     if kind == "dora":
         embeddings = [name for name in settings["adapter.targets"] or () if is_embedding(name)]
         if embeddings:
             yield "adapter.targets", f"DoRA is of linear layers only, not of {embeddings[0]}: use lora for it"
+
+
+def _ranks(given: set[str]) -> Found:
+    for name in sorted({"adapter.rank_by", "adapter.ranks"} & given):
+        if "adapter.init_from" in given:
+            yield name, "the ranks of adapter.init_from are taken over as they are; leave it out"
+        elif "adapter.rslora" in given:
+            yield name, "with adapter.rslora each rank would have a scale of its own; leave one of them out"
 
 
 def starting_adapters(settings: Mapping[str, Any]) -> Found:
@@ -212,6 +221,8 @@ def starting_adapters(settings: Mapping[str, Any]) -> Found:
         yield "adapter.init_weights", "there is nothing to weigh; give adapter.init_from"
     elif weights is not None and len(weights) != number:
         yield "adapter.init_weights", f"{len(weights)} weights for the {number} in adapter.init_from"
+    if settings.get("adapter.any_base") and not number:
+        yield "adapter.any_base", "it is of adapter.init_from, which is not given; leave it out"
     kind = settings.get("adapter.kind", "lora")
     if (number > 1 or weights is not None) and kind != "lora":
         yield "adapter.init_from", f"only LoRA adapters can be added up or weighed, not those of kind {kind}"

@@ -14,6 +14,7 @@ from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
 from mlxft.config.schema import (
     ChatConfig,
     Config,
+    ExportConfig,
     GenerateConfig,
     PreviewConfig,
     PreviewKeys,
@@ -31,16 +32,21 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview, server, chat: the keys that only the command of that name has (serve for server),
-    where it is that command's.
+    generate, preview, export, server, chat: the keys that only one command has, where it is that command's.
     """
 
     config: Config
     recipe: str | None = None
     generate: GenerateConfig | None = None
     preview: PreviewConfig | None = None
+    export: ExportConfig | None = None
     server: ServerConfig | None = None
     chat: ChatConfig | None = None
+
+    @property
+    def run_name(self) -> str:
+        """What a run of it is called: the name of its folder's folder."""
+        return self.recipe or self.config.trainer.objective
 
 
 # What Hydra would take for instructions to itself and act on, or drop, in silence.
@@ -66,7 +72,7 @@ class Command:
 
 _MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
 _ROWS = (("data.train",), "a file: data.train=rows.jsonl")
-_ADAPTED = ("adapter.init_from", "adapter.init_weights")
+_ADAPTED = ("adapter.init_from", "adapter.init_weights", "adapter.any_base")
 _READING = ("train", "valid", "format", "max_length", "truncate", "batch_size", "train_on", "columns")
 COMMANDS = {
     command.name: command
@@ -84,6 +90,16 @@ COMMANDS = {
             ("model", *_ADAPTED),
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
             own=GenerateConfig,
+        ),
+        Command(
+            "export",
+            ("model", *_ADAPTED, *(f"data.{name}" for name in _READING)),
+            (
+                (("adapter.init_from",), "a run's adapter: adapter.init_from=runs/x/adapter"),
+                (("to",), "a form: to=merged (or peft, gguf)"),
+                (("out",), "a folder that is new or empty: out=exported"),
+            ),
+            own=ExportConfig,
         ),
         Command("serve", ("model", *_ADAPTED, "server"), (_MODEL,), own=ServerKeys),
         Command("chat", ("model", *_ADAPTED), (_MODEL,), own=ChatConfig),
@@ -106,9 +122,10 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     settings = _checked(values | request.texts, wanted, keys, problems)
     generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
     preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
+    export = _build(ExportConfig, settings) if wanted.own is ExportConfig else None
     server = _build(ServerKeys, settings).server if wanted.own is ServerKeys else None
     chat = _build(ChatConfig, settings) if wanted.own is ChatConfig else None
-    return Composed(_build(Config, settings), request.recipe, generate, preview, server, chat)
+    return Composed(_build(Config, settings), request.recipe, generate, preview, export, server, chat)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:

@@ -7,7 +7,7 @@ from typing import get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.keys import Key, groups_of, is_among, keys_of
-from mlxft.config.schema import ChatConfig, Config, GenerateConfig, PreviewKeys, ServerKeys
+from mlxft.config.schema import ChatConfig, Config, ExportConfig, GenerateConfig, PreviewKeys, ServerKeys
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
@@ -42,6 +42,11 @@ def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
 def generation_keys() -> str:
     """Returns a line for each key that only `mlxft generate` has."""
     return _of(GenerateConfig)
+
+
+def export_keys() -> str:
+    """Returns a line for each key that only `mlxft export` has."""
+    return _of(ExportConfig)
 
 
 def chat_keys() -> str:

@@ -32,9 +32,9 @@ class DataConfig:
     cache: Any = "auto"  # tokenised rows kept on disk: auto (sets of more than 4 MB) | true | false
     num_workers: Any = "auto"  # processes that tokenise: auto (for large sets as many as cores) | a number
     on_bad_row: str = "refuse"  # refuse: the first faulty row ends the command | skip: it is counted
-    max_length: int = 2048  # tokens of a row
+    max_length: int = 2048  # tokens of a row; of a pair, of its prompt with the longer answer
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
-    batch_size: int = 4  # rows of a micro-batch
+    batch_size: int = 4  # rows of a micro-batch: texts, pairs or labelled answers
     batch_tokens: Optional[int] = None  # with packed: as many rows as fit so many tokens, not batch_size
     shuffle: bool = True  # false: in file order
     streaming: bool = False  # rows are read and tokenised as they are needed, never held all at once
@@ -82,8 +82,8 @@ class LossConfig:
     gamma: Optional[float] = None  # of simpo, the lead in reward that is asked for; None: 0.5
     nll_scope: str = "full"  # of orpo, the tokens of its own loss: full (prompt too) | response
     nll_weight: Optional[float] = None  # of the chosen answers' own loss; None: 1 for cpo, 0 for dpo, simpo
-    desirable_weight: float = 1.0  # of kto's good rows
-    undesirable_weight: float = 1.0  # of kto's bad rows
+    desirable_weight: float = 1.0  # of kto's answers labelled true
+    undesirable_weight: float = 1.0  # of kto's answers labelled false
     reference: str = "base"  # of dpo and kto: base (adapter off) | start (with init_from) | a model's path
     reference_scored: str = "once"  # when: once, before training and kept on disk | every_step
 
@@ -104,12 +104,15 @@ class AdapterConfig:
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
     rslora: bool = False  # scale = alpha / sqrt(rank)
+    rank_by: str = "constant"  # constant | bits: a layer's rank is rank x its bits / 4, at least 2
+    ranks: dict[str, int] = field(default_factory=dict)  # {name or pattern: rank}, before rank_by
     dropout: float = 0.0  # share of the adapter's inputs set to zero
     targets: Any = None  # names or patterns of linear layers, experts too; None: all linear ones of a block
     layers: Any = "all"  # "all", or the last N: "last 8"
     modules_to_save: Any = None  # names of modules that are trained whole beside it: [norm,lm_head]
     init_from: Any = None  # an adapter's folder, mlx-lm's or PEFT's; several are added up
     init_weights: Optional[list[float]] = None  # what each of several counts; None: 1
+    any_base: bool = False  # true: init_from may have been trained on other weights than the model's
 
     @property
     def starts(self) -> list[str]:
@@ -190,6 +193,20 @@ class GenerateConfig:
     top_p: float = 1.0  # the share of probability that is drawn from
     seed: int = 0  # of the draws
     thinking: bool = False  # let the model think first, where its template knows how
+
+
+@dataclass
+class ExportConfig:
+    """The keys of `mlxft export` beside those of the model, the adapter and the rows to compare on."""
+
+    to: str = MISSING  # peft | merged | gguf
+    out: str = MISSING  # a folder, new or empty
+    dtype: str = "auto"  # of dense weights that are written: auto (the base's own) | float32 | bfloat16 | ...
+    quantization: str = "mixed"  # merged, of a quantised base: mixed (changed layers dense) | none | same
+    gguf: str = "model"  # of to=gguf: model (merged) | adapter
+    limit: Optional[float] = None  # share of the adapter's effect that may be lost; None: 0.5 (same: any)
+    hub: Optional[str] = None  # USER/NAME: uploaded there afterwards
+    hub_private: Optional[bool] = None  # a new repository's visibility; None: as the account has it
 
 
 @dataclass

@@ -262,6 +262,19 @@ def _folders(value: Any) -> str | list[str]:
     return folders[0] if len(folders) == 1 and not isinstance(folders, str) else folders
 
 
+def _ranks(value: dict[str, int]) -> dict[str, int]:
+    for name, rank in value.items():
+        if rank < 1:
+            raise ValueError(f"{name}: rank {rank} trains nothing; it must be at least 1")
+    return value
+
+
+def _repository(value: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+        raise ValueError(f"{_shown(value)} is no repository on the hub; one is written USER/NAME")
+    return value
+
+
 def _adapters(value: dict[str, str]) -> dict[str, str]:
     """Settles {name: folder}."""
     for name in value:
@@ -331,6 +344,8 @@ RULES: dict[str, Rule] = {
     "head.chunk": Range(1),
     "adapter.kind": one_of(choices.ADAPTERS),
     "adapter.rank": Range(1),
+    "adapter.rank_by": one_of(choices.RANKS_BY),
+    "adapter.ranks": _ranks,
     "adapter.alpha": Range(0, 1e6, open_low=True),
     "adapter.dropout": Range(0, 1, open_high=True),
     "adapter.targets": _targets,
@@ -370,4 +385,11 @@ RULES: dict[str, Rule] = {
     "temperature": Range(0),
     "top_p": Range(0, 1, open_low=True),
     "seed": Range(0, 2**32, open_high=True),
+    "to": one_of(choices.EXPORTS),
+    "out": _path,
+    "dtype": one_of(choices.DTYPES),
+    "quantization": one_of(choices.EXPORTED_QUANTIZATIONS),
+    "gguf": one_of(choices.EXPORTED_GGUF),
+    "limit": Range(0),
+    "hub": _repository,
 }

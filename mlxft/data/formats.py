@@ -5,6 +5,7 @@ from typing import Any
 
 from mlxft.config.choices import FORMATS
 from mlxft.data.checks import (
+    TRAIN_FLAGS,
     checked_answer,
     checked_messages,
     checked_tokens,
@@ -62,12 +63,16 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Turns for a chat template. num_context: how many of the first turns are only read, never trained on."""
+    """Turns for a chat template. num_context: how many of the first turns are only read, never trained on.
+
+    untrained: places of other answers that are only read.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     num_context: int
     where: str
+    untrained: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,21 @@ class TokenRow:
     tokens: list[int]
     mask: list[bool]
     where: str
+
+
+def chat_row(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, num_context: int, where: str
+) -> ChatRow:
+    """Returns checked turns as a row; what they say of whether to train on them stays out of the template."""
+    if not any(flag in message for message in messages for flag in TRAIN_FLAGS):
+        return ChatRow(messages, tools, num_context, where)
+    untrained = frozenset(
+        place
+        for place, message in enumerate(messages)
+        if message["role"] == "assistant" and not all(message.get(flag, True) for flag in TRAIN_FLAGS)
+    )
+    plain = [{key: value for key, value in each.items() if key not in TRAIN_FLAGS} for each in messages]
+    return ChatRow(plain, tools, num_context, where, untrained)
 
 
 TypedRow = ChatRow | CompletionRow | TextRow | TokenRow
@@ -199,7 +219,7 @@ def type_row(row: Row, format: str, vocab_size: int) -> TypedRow:
     check_keys(row, next(form for form in FORMS if (form.format, form.kind) == (format, "examples")))
     if format == "messages":
         messages = checked_answer(row.values["messages"], "messages", row.where)
-        return ChatRow(messages, checked_tools(row), 0, row.where)
+        return chat_row(messages, checked_tools(row), 0, row.where)
     if format == "alpaca":
         return ChatRow(alpaca_messages(row), None, 0, row.where)
     if format == "sharegpt":
@@ -216,7 +236,7 @@ def _completion_row(row: Row) -> ChatRow | CompletionRow:
     if isinstance(prompt, list) and isinstance(completion, list):
         context = checked_messages(prompt, "prompt", where)
         answer = checked_answer(completion, "completion", where)
-        return ChatRow(context + answer, checked_tools(row), len(context), where)
+        return chat_row(context + answer, checked_tools(row), len(context), where)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise InputError(
             f"{where}: prompt is {kind_of(prompt)} and completion is {kind_of(completion)}. "

@@ -11,6 +11,7 @@ from mlxft.models.adapters import load_adapter, settle
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.load import load_model
 from mlxft.models.lora_linear import AdaptedLayer, adapter_disabled
+from mlxft.models.manifest import check_base
 
 
 def load_adapted(config: Config, folder: Path) -> nn.Module:
@@ -20,6 +21,8 @@ def load_adapted(config: Config, folder: Path) -> nn.Module:
     """
     model = load_model(folder, config.model.dtype)
     if config.adapter.init_from is not None:
+        if not config.adapter.any_base:
+            check_base(config.adapter.starts, folder)
         load_adapter(model, config.adapter.init_from, weights=config.adapter.init_weights)
         settle(model)
     return model

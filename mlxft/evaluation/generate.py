@@ -5,6 +5,7 @@ that can let the model think first is told not to (`enable_thinking=False`): row
 hold thoughts, and an answer must not use up its tokens on them. `thinking=true` turns it on.
 """
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from mlx_lm.generate import GenerationResponse, stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from mlxft.errors import EXIT_DONE, InputError
+from mlxft.sizes import written
+
+log = logging.getLogger("mlxft")
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def main(arguments: list[str]) -> int:
         print(part.text, end="", flush=True)
         last = part
     print(flush=True)
-    print(_speeds(last), file=sys.stderr)
+    log.info("%s", _speeds(last))
     return EXIT_DONE
 
 
@@ -152,5 +156,5 @@ def _speeds(last: GenerationResponse) -> str:
     return (
         f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:,.0f} tokens/s  "
         f"answer: {last.generation_tokens} tokens, {last.generation_tps:,.1f} tokens/s  "
-        f"peak {last.peak_memory:.2f} GB{why}"
+        f"peak {written(last.peak_memory * 1e9)}{why}"
     )

@@ -33,6 +33,16 @@ class LowRank:
         """The rank as b has it."""
         return self.b.shape[0 if self.b.ndim == 2 else 2]
 
+    def trimmed(self) -> "LowRank":
+        """Returns the same update without the ranks that are zero in a and in b, of which one stays."""
+        if self.a.ndim != 2:
+            return self
+        used = mx.any(self.a != 0, axis=0) | mx.any(self.b != 0, axis=1)
+        places = [place for place, is_used in enumerate(used.tolist()) if is_used] or [0]
+        if len(places) == self.rank:
+            return self
+        return LowRank(self.a[:, mx.array(places)], self.b[mx.array(places)], self.scale, self.m)
+
     def widened(self, rank: int, scale: float) -> "LowRank":
         """Returns the same update at a larger rank, filled up with zeros, and another scale, put into b."""
         if (self.rank, self.scale) == (rank, scale):

@@ -17,7 +17,7 @@ from mlxft.errors import InputError
 from mlxft.models import mlxlm_adapter, peft_adapter
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
 from mlxft.models.fitting import Fitted, added_up, fit, refuse
-from mlxft.models.lora_linear import AdaptedLayer, share_inputs
+from mlxft.models.lora_linear import AdaptedLayer, set_siblings
 from mlxft.models.low_rank import wrapped
 from mlxft.models.targets import adaptable_layers
 from mlxft.models.whole_modules import set_arrays, train_whole, whole_arrays, whole_paths
@@ -68,17 +68,20 @@ def load_adapter(
     folders: str | Path | Sequence[str | Path],
     dropout: float = 0.0,
     weights: Optional[Sequence[float]] = None,
+    lazily: bool = False,
 ) -> list[str]:
     """Puts the adapter in a folder on `model`, or the sum of several, with their own ranks and scales.
 
     Returns the paths of the adapted layers ("*" if the folder holds whole weights). LoRA: all but the
-    new arrays is frozen.
+    new arrays is frozen. lazily: whole weights are not read.
     Raises: InputError listing tensors that the model has no place for, wrong shapes, missing ones.
     """
     if isinstance(folders, (str, Path)) and weights is None:
         adapter = read_adapter(folders)
         if adapter.kind == "full":
             _load_weights(model, adapter)
+            if not lazily:
+                mx.eval(model.parameters())
             return ["*"]
     fitted = start_of(model, folders, weights)
     attach(model, fitted, dropout)
@@ -99,7 +102,7 @@ def attach(
         place = (outside if layer.block is None else layer.block, layer.slot)
         layers.append((layer.path, wrapped(layer, low, fitted.kind, dropout, place)))
     model.update_modules(tree_unflatten(layers))
-    share_inputs(model.modules())
+    set_siblings(model.modules())
     train_whole(model, fitted.modules if modules is None else modules)
     set_arrays(model, fitted.whole)
 
@@ -131,21 +134,17 @@ def save_peft_adapter(folder: str | Path, model: nn.Module, base: str) -> None:
 
     Raises: InputError for what the layout has no word for; OSError if it can't be written.
     """
-    updates, whole = even_updates(model), whole_arrays(model)
-    experts = [path for path, low in updates.items() if low.a.ndim == 3]
-    if experts:
-        raise InputError(f"PEFT's layout has no updates of experts in one array, as {experts[0]} is here")
-    if not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules()):
-        if any(is_embedding(path) for path in updates):
-            raise InputError("PEFT's layout cannot say that an embedding's update is the head's too")
+    whole = whole_arrays(model)
+    is_tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
+    if is_tied:
         for name, array in list(whole.items()):
             if is_embedding(name.rpartition(".")[0]):
                 whole["lm_head.weight"] = array
-    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates, whole, base))
+    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates_of(model), whole, base, is_tied))
 
 
-def even_updates(model: nn.Module) -> dict[str, LowRank]:
-    """Returns the updates on `model` by path, at one rank and scale."""
+def updates_of(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path. Raises: ValueError if there are none."""
     updates = {
         path: LowRank(module.lora_a, module.lora_b, module.scale, module.get("m"))
         for path, module in model.named_modules()
@@ -153,7 +152,12 @@ def even_updates(model: nn.Module) -> dict[str, LowRank]:
     }
     if not updates:
         raise ValueError("the model has no LoRA layers to save")
-    return mlxlm_adapter.at_one_rank(updates)
+    return updates
+
+
+def even_updates(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path, at one rank and scale."""
+    return mlxlm_adapter.at_one_rank(updates_of(model))
 
 
 def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, mx.array], dict]:
@@ -205,4 +209,3 @@ def _load_weights(model: nn.Module, adapter: Adapter) -> None:
              if name in own and own[name].shape != w.shape]
     refuse(adapter.folder, {"not in the model": unknown, "wrong shape": wrong})
     model.update(tree_unflatten([(name, w.astype(own[name].dtype)) for name, w in given.items()]))
-    mx.eval(model.parameters())

@@ -7,6 +7,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlxft.sizes import written
+
 log = logging.getLogger("mlxft")
 
 # Room that dense weights may take; activations, gradients and the optimiser need the rest.
@@ -31,9 +33,9 @@ def dequantise_where_it_fits(
     need = sum(num_packed_values(module) for _, module in layers) * dtype.size
     if need > _SHARE_OF_MEMORY * free_bytes:
         level = logging.DEBUG if lazily else logging.WARNING
-        log.log(level, "the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB "
+        log.log(level, "the quantised weights stay quantised: dense they would take %s of the %s "
                     "that are free. Each is made dense anew wherever it is used, which takes longer.",
-                    need / 1e9, free_bytes / 1e9)
+                    written(need), written(free_bytes))
         return False
     left = []
     for name, module in layers:
@@ -45,8 +47,8 @@ def dequantise_where_it_fits(
         model.update_modules(tree_unflatten([(name, made)]))
     if lazily:
         return True
-    log.info("%d quantised layers made dense once (%s, %.2f GB): quantised products are slow on a CPU",
-             len(layers) - len(left), str(dtype).removeprefix("mlx.core."), need / 1e9)
+    log.info("%d quantised layers made dense once (%s, %s): quantised products are slow on a CPU",
+             len(layers) - len(left), str(dtype).removeprefix("mlx.core."), written(need))
     if left:
         log.warning("%d layers of a kind that cannot be made dense stay quantised, first %s",
                     len(left), left[0])
@@ -76,4 +78,12 @@ def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     layer.weight = weight.astype(dtype)
     if "bias" in module:
         layer.bias = module.bias.astype(dtype)
+    layer.packed_bits = module.bits
     return layer
+
+
+def bits_of(module: nn.Module) -> int:
+    """Returns the bits that each of a layer's weights is stored in, also of one that was made dense here."""
+    if is_quantised(module):
+        return module.bits
+    return getattr(module, "packed_bits", None) or 8 * module.weight.dtype.size

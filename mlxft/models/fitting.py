@@ -79,6 +79,8 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
     by_path = {layer.path: layer for layer in layers}
     fitted, unknown, wrong = [], [], []
     for path, low in adapter.layers.items():
+        if _is_head(path) and places.is_tied and not adapter.is_tied:
+            continue  # the embedding's, as was checked
         layer = by_path.get(places.find(path) or "")
         if layer is None:
             unknown.append(f"{path} (lora_a {tuple(low.a.shape)}, lora_b {tuple(low.b.shape)})")
@@ -144,7 +146,9 @@ def _check_tied(adapter: Adapter, places: Places) -> None:
     """Refuses what leaves the head of a tied model as it was while its embedding changes, or the reverse."""
     if adapter.is_tied or not places.is_tied:
         return
-    adapted = any(_is_head(path) or is_embedding(path) for path in adapter.layers)
+    on_heads = [low for path, low in adapter.layers.items() if _is_head(path)]
+    on_embeddings = [low for path, low in adapter.layers.items() if is_embedding(path)]
+    adapted = len(on_heads) != len(on_embeddings) or not all(map(_one_update, on_heads, on_embeddings))
     weights = {name.rpartition(".")[0]: array for name, array in adapter.weights.items()}
     heads = [array for path, array in weights.items() if _is_head(path)]
     embeddings = [array for path, array in weights.items() if is_embedding(path)]
@@ -157,6 +161,13 @@ def _check_tied(adapter: Adapter, places: Places) -> None:
             f"the adapter in {adapter.folder} changes the embedding and leaves the head as it was, or the "
             "other way round; in the model the two are one. Merge it into a model with a head of its own"
         )
+
+
+def _one_update(head: LowRank, embedding: LowRank) -> bool:
+    """Tells whether the two change one matrix (V, H), which the embedding has the other way round."""
+    pairs = ((head.a.T, embedding.b), (head.b.T, embedding.a))
+    same = all(one.shape == other.shape and mx.array_equal(one, other).item() for one, other in pairs)
+    return same and head.scale == embedding.scale
 
 
 def _is_head(path: str) -> bool:

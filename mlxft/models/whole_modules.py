@@ -116,7 +116,7 @@ def _make_dense(model: nn.Module, path: str, module: nn.Module) -> None:
     for inner, part in list(module.named_modules()):
         if not is_quantised(part):
             continue
-        made, whole = dense(part, _type_of(model)), f"{path}.{inner}".strip(".")
+        made, whole = dense(part, type_of(model)), f"{path}.{inner}".strip(".")
         if made is None:
             raise InputError(
                 f"adapter.modules_to_save: {whole} is quantised in a way that cannot be made dense, and "
@@ -125,7 +125,7 @@ def _make_dense(model: nn.Module, path: str, module: nn.Module) -> None:
         model.update_modules(tree_unflatten([(whole, made)]))
 
 
-def _type_of(model: nn.Module) -> mx.Dtype:
+def type_of(model: nn.Module) -> mx.Dtype:
     """Returns the type that the model computes in: that of its arrays that are not packed."""
     packed = {id(array) for part in model.modules() if is_quantised(part) for array in part.values()}
     for _, array in tree_flatten(model.parameters()):

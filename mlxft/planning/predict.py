@@ -14,7 +14,7 @@ from mlxft.config.schema import Config
 from mlxft.planning.calibrate import HALVES, MOST_CHUNKS, Calibration, mlp_tokens
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives import HeadPlan
 from mlxft.training.reference import is_the_start
 
@@ -162,15 +162,15 @@ class Predictor:
         how = HeadPlan(self.config.head.kind, self.config.head.chunk)
         at_once = min(how.chunk_for(wanted.targets) or wanted.targets, wanted.targets)
         chunks = -(-wanted.targets // at_once)
-        is_segmented, vocabulary = plan.kind == "segmented", self.shape.vocabulary
-        of_kind = self.calibration.head["segmented" if is_segmented else "whole"]
+        vocabulary = self.shape.vocabulary
+        of_kind = self.calibration.head["segmented" if plan.kind == "segmented" else "whole"]
         logit, token, word = of_kind[min(chunks, MOST_CHUNKS) - 1]
         logits = max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
-        # Of a trained head each chunk has a gradient: added up one by one, or when all are there. While it is
+        # Of a trained head each chunk has a gradient, added to the sum of those before it. While it is
         # computed one of three arrays of logits is alive.
         gradient = self.shape.trained_head_bytes
         more = max(gradient - 2 * _LOGIT_BYTES * at_once * vocabulary, 0.0)
-        return logits + gradient * (min(chunks, 2) if is_segmented else chunks) + more
+        return logits + gradient * min(chunks, 2) + more
 
     def _seconds(self, plan: GradientPlan, wanted: Workload) -> float:
         """Returns the seconds of a step."""

@@ -26,8 +26,9 @@ from mlxft.layouts.pieces import padded
 from mlxft.losses import Head
 from mlxft.models.decoder import DecoderView
 from mlxft.planning.shape import ModelShape
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
 from mlxft.segmented.gradients import head_loss
+from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.programs import Half, SegmentRunner
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -92,9 +92,7 @@ def shape_in(config: Config, folder: Path) -> ModelShape:
     with _quietly():  # a run says it all when it loads the model
         model, _ = lazy_model(folder, config.model.dtype, lazily=True)
         view = unchecked_view(model)
-        whole_weights = config.adapter.kind == "full"  # those of init_from have the same shapes
-        adapter = replace(config.adapter, init_from=None) if whole_weights else config.adapter
-        report = apply_adapter(model, adapter, config.trainer.seed)
+        report = apply_adapter(model, config.adapter, config.trainer.seed, lazily=True)
     return shape_of(view, report, config)
 
 

@@ -71,7 +71,9 @@ def make_served(composed: Composed) -> Any:
         if not Path(path).expanduser().is_dir():
             raise InputError(f"there is no adapter folder {path}")
     limits = Limits(cfg.max_concurrent, cfg.max_queue, cfg.memory_limit, int(cfg.prompt_cache * 1e9))
-    engine = load_engine(folder, config.model.dtype, limits, cfg.any_template).start()
+    engine = load_engine(
+        folder, config.model.dtype, limits, cfg.any_template, config.adapter.any_base
+    ).start()
     try:
         default = _mount_all(engine, composed)
     except BaseException:

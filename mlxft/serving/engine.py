@@ -22,7 +22,8 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from mlxft.available_memory import memory_limit_bytes
 from mlxft.errors import MlxftError
-from mlxft.models.load import load_model, load_tokenizer, num_positions
+from mlxft.models.load import chat_template, load_model, load_tokenizer, num_positions
+from mlxft.models.manifest import check_base, check_template
 from mlxft.serving.memory import plan_cache
 from mlxft.serving.residents import Resident, Residents
 from mlxft.serving.rows import BASE, CurrentRows, RowModel, RowSlots
@@ -147,13 +148,13 @@ class Engine:
         tokenizer: Any,
         context: int,
         limits: Limits = Limits(),
-        any_template: bool = False,
+        check_adapter: Callable[[Path], None] = lambda folder: None,
     ):
         self.tokenizer, self.context, self.limits = tokenizer, context, limits
         self.counts, self.grammars = Counts(), Grammars(tokenizer)
         current = CurrentRows()
         self._rows = RowModel(model, current)
-        self.residents = Residents(model, current, chat_template(tokenizer), any_template)
+        self.residents = Residents(model, current, check_adapter)
         self._plan = plan_cache(model)
         held = mx.get_active_memory()
         self._room = memory_limit_bytes(limits.memory_limit) - held - limits.prompt_cache_bytes
@@ -422,18 +423,28 @@ class Engine:
 
 
 def load_engine(
-    folder: Path, dtype: str = "auto", limits: Limits = Limits(), any_template: bool = False
+    folder: Path,
+    dtype: str = "auto",
+    limits: Limits = Limits(),
+    any_template: bool = False,
+    any_base: bool = False,
 ) -> Engine:
-    """Returns an engine for the model in `folder`, not yet started. Raises: InputError."""
+    """Returns an engine for the model in `folder`, not yet started. Raises: InputError.
+
+    any_template, any_base: whether adapters may have been trained with another chat template, on other
+    weights.
+    """
     tokenizer = load_tokenizer(folder)
+    template = chat_template(tokenizer)
+
+    def check_adapter(adapter: Path) -> None:
+        if not any_base:
+            check_base([str(adapter)], folder)
+        if not any_template:
+            check_template(adapter, template)
+
     model = load_model(folder, dtype)
-    return Engine(model, tokenizer, num_positions(folder) or _UNLIMITED, limits, any_template)
-
-
-def chat_template(tokenizer: Any) -> Optional[str]:
-    """Returns the text of a tokenizer's chat template, None without one."""
-    template = getattr(tokenizer._tokenizer, "chat_template", None)
-    return template if isinstance(template, str) else None
+    return Engine(model, tokenizer, num_positions(folder) or _UNLIMITED, limits, check_adapter)
 
 
 def _key(request: Request) -> Any:

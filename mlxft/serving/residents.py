@@ -1,5 +1,6 @@
 """The adapters that are in memory, by name: mounted and unmounted while the model answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,6 @@ from mlxft.models.low_rank import wrapped
 from mlxft.models.targets import LinearLayer
 from mlxft.serving.rows import CurrentRows, RowLinear
 
-TEMPLATE = "chat_template.jinja"
 RESERVED = ("none", "base", "local", "default", "default_model")
 
 
@@ -57,11 +57,11 @@ class Resident:
 
 
 class Residents:
-    """Adapters on one model. Everything but `get` and `listed` is for the thread that computes."""
+    """Adapters on one model; `check` refuses folders. Everything but `get` and `listed` is for the thread that computes."""
 
-    def __init__(self, model: nn.Module, current: CurrentRows, template: Optional[str], any_template: bool):
+    def __init__(self, model: nn.Module, current: CurrentRows, check: Callable[[Path], None]):
         self.model, self._current = model, current
-        self._template, self._any_template = template, any_template
+        self._check = check
         self._by_slot: dict[int, Resident] = {}
         self._by_name: dict[str, Resident] = {}
         self._originals: dict[str, nn.Module] = {}
@@ -76,13 +76,13 @@ class Residents:
     def mount(self, name: str, folders: list[str], weights: Optional[list[float]] = None) -> Resident:
         """Puts the adapter in a folder into memory under `name`, or the sum of several.
 
-        Raises: InputError for a name that is taken, a folder that is none, tensors that do not fit, another
-        chat template than the model's, and what cannot differ from row to row.
+        Raises: InputError for a name that is taken, a folder that is none or that `check` refuses, tensors that
+        do not fit, and what cannot differ from row to row.
         """
         if name in self._by_name or name in RESERVED:
             raise InputError(f"there is something called {name} already; choose another name")
         for folder in folders:
-            self._check_template(Path(folder).expanduser())
+            self._check(Path(folder).expanduser())
         self._uninstall()
         try:
             fitted = start_of(self.model, folders, weights)
@@ -113,17 +113,6 @@ class Residents:
             for slot in gone:
                 del self._by_slot[slot]
             self._install()
-
-    def _check_template(self, folder: Path) -> None:
-        file = folder / TEMPLATE
-        if self._any_template or not file.is_file():
-            return
-        if file.read_text(encoding="utf-8").strip() != (self._template or "").strip():
-            raise InputError(
-                f"{folder} was trained with another chat template ({TEMPLATE} in it) than the model's "
-                "tokenizer has. Serve the model that it was trained on, or, if this is meant, set "
-                "server.any_template=true"
-            )
 
     def _uninstall(self) -> None:
         """Gives the model the base's own layers back."""

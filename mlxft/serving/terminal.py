@@ -34,7 +34,9 @@ def main(overrides: list[str]) -> int:
             raise InputError(f"there is no adapter folder {path}")
     folder = resolve(config.model.path, config.model.revision)
     limits = Limits(max_concurrent=1, max_queue=0)
-    engine = load_engine(folder, config.model.dtype, limits, cfg.any_template).start()
+    engine = load_engine(
+        folder, config.model.dtype, limits, cfg.any_template, config.adapter.any_base
+    ).start()
     try:
         for name, path in cfg.adapters.items():
             engine.mount(name, [path])

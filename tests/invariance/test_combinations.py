@@ -23,7 +23,8 @@ from mlxft.errors import InputError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.lora import apply_adapter
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training import objectives
 from mlxft.training.objectives.unpaired import mismatch
 from mlxft.training.optimizer import global_norm

@@ -224,7 +224,7 @@ def test_a_head_evaluated_in_chunks_changes_nothing(family, settings, folders):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_walking_attention_and_mlp_apart_changes_nothing(family, layout, dropout, folders, monkeypatch):
     """The MLP 10 tokens at a time, where there is no dropout; families whose layers differ go whole."""
-    monkeypatch.setattr(segments, "_MLP_TOKENS", 10)
+    monkeypatch.setattr(segments, "MLP_TOKENS", 10)
     made = trained_view(folders(family), dropout=dropout)
     whole, segmented = both(made, layout, halves=True)
     assert difference(whole, segmented) < CLOSE * SLACK

@@ -64,7 +64,7 @@ def test_a_run_leaves_these_files_and_no_others(left):
         *("step-000002", "step-000004", "step-000006", "last")
     }
     assert {path.name for path in (left / "best").iterdir()} == {
-        *("adapters.safetensors", "adapter_config.json", "best.json")
+        *("adapters.safetensors", "adapter_config.json", "adapter_manifest.json", "best.json")
     }
 
 
