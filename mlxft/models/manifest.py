@@ -95,6 +95,6 @@ def check_template(adapter: Path, template: Optional[str]) -> None:
         recorded = template_digest(file.read_text(encoding="utf-8", errors="replace"))
     if recorded is not None and recorded != (None if template is None else template_digest(template)):
         raise InputError(
-            f"the adapter in {adapter} was trained with another chat template than the model's tokenizer has. "
+            f"the adapter in {adapter} was trained with another chat template than the model has. "
             "Give the model that it was trained on, or, if this is meant, any_template=true"
         )

@@ -333,8 +333,10 @@ class Engine:
 
     def _insert(self, request: Request) -> None:
         slot = BASE if request.resident is None else request.resident.slot
-        cache, rest = self._prompts.fetch_nearest_cache(_key(request), request.prompt[:-1])
-        rest = [*rest, request.prompt[-1]]  # at least one token has to go through the model
+        cache, rest = self._prompts.fetch_nearest_cache(_key(request), request.prompt)
+        if not rest:  # all of it is known, and at least one token has to go through the model
+            cache, rest = self._prompts.fetch_nearest_cache(_key(request), request.prompt[:-1])
+            rest = [*rest, request.prompt[-1]]
         known = len(request.prompt) - len(rest)
         processors = request.sampling.processors()
         if request.schema is not None:

@@ -57,7 +57,10 @@ class Resident:
 
 
 class Residents:
-    """Adapters on one model; `check` refuses folders. Everything but `get` and `listed` is for the thread that computes."""
+    """Adapters on one model. Everything but `get` and `listed` is for the thread that computes.
+
+    check: raises InputError for a folder that must not be mounted.
+    """
 
     def __init__(self, model: nn.Module, current: CurrentRows, check: Callable[[Path], None]):
         self.model, self._current = model, current
@@ -76,8 +79,8 @@ class Residents:
     def mount(self, name: str, folders: list[str], weights: Optional[list[float]] = None) -> Resident:
         """Puts the adapter in a folder into memory under `name`, or the sum of several.
 
-        Raises: InputError for a name that is taken, a folder that is none or that `check` refuses, tensors that
-        do not fit, and what cannot differ from row to row.
+        Raises: InputError for a name that is taken, a folder that is none or is not to be mounted, tensors
+        that do not fit, and what cannot differ from row to row.
         """
         if name in self._by_name or name in RESERVED:
             raise InputError(f"there is something called {name} already; choose another name")

@@ -100,7 +100,8 @@ class Grammars:
         """Returns a logits processor of one request, which lets through what can still become `schema`."""
         from llguidance import LLMatcher
 
-        return _Held(LLMatcher(self._ll(), LLMatcher.grammar_from_json_schema(schema)))
+        matcher = LLMatcher(self._ll(), LLMatcher.grammar_from_json_schema(schema))
+        return _Held(matcher, sorted(self._tokenizer.eos_token_ids))
 
     def _ll(self) -> Any:
         if self._made is None:
@@ -114,16 +115,18 @@ class Grammars:
 class _Held:
     """Sets logits of tokens that the grammar does not allow to minus infinity."""
 
-    def __init__(self, matcher: Any):
-        self._matcher = matcher
+    def __init__(self, matcher: Any, end_ids: list[int]):
+        self._matcher, self._end_ids = matcher, mx.array(end_ids)
         self._begun = False
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._begun and not self._matcher.is_stopped():
             self._matcher.consume_token(int(tokens[-1].item()))
         self._begun = True
-        if self._matcher.is_stopped():
-            return logits
+        if self._matcher.is_stopped():  # nothing can follow but the end
+            ended = mx.full(logits.shape, -mx.inf, logits.dtype)
+            ended[..., self._end_ids] = logits[..., self._end_ids]
+            return ended
         allowed = _bits(self._matcher.compute_bitmask(), logits.shape[-1])
         return mx.where(allowed, logits, -mx.inf)
 
