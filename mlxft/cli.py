@@ -207,9 +207,9 @@ def _generate_help() -> str:
     from mlxft.config.reference import generation_keys, training_keys
 
     return f"""\
-usage: mlxft generate [+recipe=NAME] KEY=VALUE ... prompt="..."
+usage: mlxft generate [--compare] [+recipe=NAME] KEY=VALUE ... prompt="..."
 
-Prints a model's answer to one prompt.
+Prints a model's answer to one prompt. --compare: the base's answer and the adapter's, side by side.
 
   mlxft generate model=smollm2 prompt="What is the capital of France?"
   mlxft generate +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter prompt="Who are you?"
@@ -219,6 +219,50 @@ Keys and their defaults:
 {generation_keys()}
 
 {training_keys(COMMANDS["generate"].uses)}"""
+
+
+def _serve_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import server_keys, training_keys
+
+    groups = tuple(name for name in COMMANDS["serve"].uses if name != "server")
+    return f"""\
+usage: mlxft serve [--provider pi] [+recipe=NAME] [KEY=VALUE ...]
+
+Serves a model and its adapters to OpenAI's and Anthropic's clients, until it is interrupted.
+
+  mlxft serve model=smollm2
+  mlxft serve model=smollm2 adapter.init_from=runs/quickstart/TIME/adapter server.port=9000
+  mlxft serve model=smollm2 server.adapters={{a:runs/a/adapter,b:runs/b/adapter}}
+
+adapter.init_from is the adapter of requests that name none. --provider pi prints what the coding agent Pi
+has to know of the server, and stops.
+
+Keys and their defaults:
+
+{server_keys()}
+
+{training_keys(groups)}"""
+
+
+def _chat_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import chat_keys, training_keys
+
+    return f"""\
+usage: mlxft chat [+recipe=NAME] [KEY=VALUE ...]
+
+A conversation with a model in the terminal. /adapter NAME answers with another adapter from there on, /help
+says what else there is.
+
+  mlxft chat model=smollm2
+  mlxft chat model=smollm2 adapter.init_from=runs/quickstart/TIME/adapter
+
+Keys and their defaults:
+
+{chat_keys()}
+
+{training_keys(COMMANDS["chat"].uses)}"""
 
 
 def _export_help() -> str:
@@ -373,6 +417,8 @@ COMMANDS = {
     "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
     "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
     "export": Command("an adapter for other programs", _export_help, _main_of("mlxft.export.command")),
+    "chat": Command("a conversation in the terminal", _chat_help, _main_of("mlxft.serving.terminal")),
+    "serve": Command("a model for OpenAI's clients", _serve_help, _main_of("mlxft.serving.command")),
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),

@@ -17,7 +17,15 @@ from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, EvalKeys, ExportConfig, GenerateConfig, PreviewKeys
+from mlxft.config.schema import (
+    ChatConfig,
+    Config,
+    EvalKeys,
+    ExportConfig,
+    GenerateConfig,
+    PreviewKeys,
+    ServerKeys,
+)
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -95,6 +103,8 @@ COMMANDS = {
             ),
             own=ExportConfig,
         ),
+        Command("serve", ("model", *_ADAPTED, "server"), (_MODEL,), own=ServerKeys),
+        Command("chat", ("model", *_ADAPTED), (_MODEL,), own=ChatConfig),
     )
 }
 

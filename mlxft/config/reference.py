@@ -7,7 +7,15 @@ from typing import get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.keys import Key, groups_of, is_among, keys_of
-from mlxft.config.schema import Config, EvalKeys, ExportConfig, GenerateConfig, PreviewKeys
+from mlxft.config.schema import (
+    ChatConfig,
+    Config,
+    EvalKeys,
+    ExportConfig,
+    GenerateConfig,
+    PreviewKeys,
+    ServerKeys,
+)
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
@@ -25,6 +33,11 @@ def evaluation_keys() -> str:
 def preview_keys() -> str:
     """Returns a line for each key that only `mlxft preview` has."""
     return _in_groups(PreviewKeys, None)
+
+
+def server_keys() -> str:
+    """Returns a line for each key that only `mlxft serve` has."""
+    return _in_groups(ServerKeys, None)
 
 
 def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
@@ -47,6 +60,11 @@ def generation_keys() -> str:
 def export_keys() -> str:
     """Returns a line for each key that only `mlxft export` has."""
     return _of(ExportConfig)
+
+
+def chat_keys() -> str:
+    """Returns a line for each key that only `mlxft chat` has."""
+    return _of(ChatConfig)
 
 
 def _of(schema: type) -> str:

@@ -233,3 +233,48 @@ class ExportConfig:
     limit: Optional[float] = None  # share of the adapter's effect that may be lost; None: 0.5 (same: any)
     hub: Optional[str] = None  # USER/NAME: uploaded there afterwards
     hub_private: Optional[bool] = None  # a new repository's visibility; None: as the account has it
+
+
+@dataclass
+class ServerConfig:
+    """The group `server`: what `mlxft serve` listens on, and how much it takes on."""
+
+    host: str = "127.0.0.1"  # the address it listens on; other machines reach 0.0.0.0
+    port: int = 8080  # 0: one that is free
+    api_key: Optional[str] = None  # what clients have to send; None: nothing. ${oc.env:NAME} keeps it unseen
+    name: Optional[str] = None  # the model's for clients; None: model.path
+    adapters: dict[str, str] = field(default_factory=dict)  # {name: folder}, mounted from the start
+    any_template: bool = False  # true: adapters may have been trained with another chat template
+    allow_mount: bool = True  # clients may mount and unmount adapters
+    temperature: float = 0.0  # of requests that say none
+    thinking: bool = False  # let the model think first where a request does not say
+    default_tokens: int = 1024  # of an answer, at most, where a request does not say
+    max_concurrent: int = 32  # answers in the making at once
+    max_queue: int = 64  # more that may wait; beyond them a request gets 429
+    max_choices: int = 8  # answers to one request (n)
+    max_messages: int = 1024  # turns of one request
+    max_body: float = 4.0  # MB of one request
+    memory_limit: Any = "auto"  # GB of arrays, the model among them; auto: 0.9 of what is free
+    prompt_cache: float = 0.5  # GB for what was computed of earlier prompts; 0: nothing is kept
+    shutdown_s: float = 30.0  # seconds that answers have to end after a signal
+
+
+@dataclass
+class ServerKeys:
+    """The group that only `mlxft serve` has."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
+class ChatConfig:
+    """The keys of `mlxft chat` beside those of the model and the adapter."""
+
+    adapters: dict[str, str] = field(default_factory=dict)  # {name: folder}, for /adapter NAME
+    system: Optional[str] = None  # a system turn; None: what the model's own template puts there
+    max_tokens: int = 1024  # tokens of an answer, at most
+    temperature: float = 0.7  # 0: always the likeliest token
+    top_p: float = 1.0  # the share of probability that is drawn from
+    seed: Optional[int] = None  # of the draws; None: by chance
+    thinking: bool = False  # let the model think first, where its template knows how
+    any_template: bool = False  # true: adapters may have been trained with another chat template

@@ -295,6 +295,20 @@ def _repository(value: str) -> str:
     return value
 
 
+def _adapters(value: dict[str, str]) -> dict[str, str]:
+    """Settles {name: folder}."""
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+            raise ValueError(f"{_shown(name)} is no name: letters, digits, and . _ - after them")
+    return {name: _path(folder) for name, folder in value.items()}
+
+
+def _secret(value: str) -> str:
+    if not value or not value.isascii() or not value.isprintable() or " " in value:
+        raise ValueError("it has to be of printable ASCII characters without spaces, at least one")
+    return value
+
+
 def _weights(value: list[float]) -> list[float]:
     if not value or 0 in value:
         raise ValueError(f"{value}: each must be a number other than 0, for example [0.7,0.3]")
@@ -399,6 +413,21 @@ RULES: dict[str, Rule] = {
     "eval.timeout": Range(0, 3600, open_low=True),
     "eval.tasks": _tasks,
     "eval.num_fewshot": Range(0),
+    "server.host": _text,
+    "server.port": Range(0, 65535),
+    "server.adapters": _adapters,
+    "server.api_key": _secret,
+    "server.temperature": Range(0),
+    "server.default_tokens": Range(1),
+    "server.max_concurrent": Range(1, 4096),
+    "server.max_queue": Range(0, 1e6),
+    "server.max_choices": Range(1, 128),
+    "server.max_messages": Range(1),
+    "server.max_body": Range(0, 1e4, open_low=True),
+    "server.memory_limit": _number_or("auto", number=_gigabytes, called=_GIGABYTES),
+    "server.prompt_cache": Range(0, _MOST_GIGABYTES),
+    "server.shutdown_s": Range(0, 1e5),
+    "adapters": _adapters,
     "max_tokens": Range(1),
     "temperature": Range(0),
     "top_p": Range(0, 1, open_low=True),

@@ -135,6 +135,12 @@ def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWr
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
+def chat_template(tokenizer: Optional["TokenizerWrapper"]) -> Optional[str]:
+    """Returns the text of a tokenizer's chat template, None without one."""
+    template = getattr(getattr(tokenizer, "_tokenizer", None), "chat_template", None)
+    return template if isinstance(template, str) else None
+
+
 def vocabulary_size(folder: Path) -> int:
     """Returns the number of token ids that the model in `folder` has an embedding for. Raises: InputError."""
     config = audit.read_json(folder / "config.json")

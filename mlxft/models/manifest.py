@@ -15,11 +15,16 @@ NAME = "adapter_manifest.json"
 
 
 def describe(
-    model: ModelConfig, base: Path, data: Mapping[str, Optional[str]], config: str
+    model: ModelConfig,
+    base: Path,
+    data: Mapping[str, Optional[str]],
+    config: str,
+    template: Optional[str] = None,
 ) -> dict[str, Any]:
     """Returns the manifest of an adapter that is trained on the model in `base`, which `model` names.
 
-    data: digests of the rows. config: the text of the run's config.yaml. Raises: InputError as
+    data: digests of the rows. config: the text of the run's config.yaml. template: the chat template, where
+    there is one. Raises: InputError as
     `weights_fingerprint`.
     """
     return {
@@ -27,7 +32,13 @@ def describe(
         "base": {"path": model.path, "revision": model.revision, "weights": weights_fingerprint(base)},
         "data": dict(data),
         "config": hashlib.sha256(config.encode()).hexdigest(),
+        "chat_template": None if template is None else template_digest(template),
     }
+
+
+def template_digest(template: str) -> str:
+    """Returns what tells one chat template from another; spaces around it do not."""
+    return hashlib.sha256(template.strip().encode()).hexdigest()
 
 
 def read_manifest(adapter: Path) -> Optional[dict[str, Any]]:
@@ -71,3 +82,19 @@ def check_base(adapters: list[str], base: Path) -> None:
                 f"{base} are others. Give that model, or, if these are meant (the same model in another "
                 "precision, for instance), adapter.any_base=true"
             )
+
+
+def check_template(adapter: Path, template: Optional[str]) -> None:
+    """Refuses an adapter that says that it was trained with another chat template than `template`.
+
+    It says so in the manifest, or with a file of PEFT's folders. Raises: InputError.
+    """
+    recorded = (read_manifest(adapter) or {}).get("chat_template")
+    file = adapter / "chat_template.jinja"
+    if recorded is None and file.is_file():
+        recorded = template_digest(file.read_text(encoding="utf-8", errors="replace"))
+    if recorded is not None and recorded != (None if template is None else template_digest(template)):
+        raise InputError(
+            f"the adapter in {adapter} was trained with another chat template than the model has. "
+            "Give the model that it was trained on, or, if this is meant, any_template=true"
+        )

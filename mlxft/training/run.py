@@ -18,7 +18,7 @@ from mlxft.errors import MlxftError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models import manifest
 from mlxft.models.adapters import save_adapter
-from mlxft.models.load import num_positions
+from mlxft.models.load import chat_template, num_positions
 from mlxft.models.new_tokens import load_vocabulary
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
@@ -134,7 +134,7 @@ class _Run:
         if start.continuation:
             start.continuation.check_adapter(self.report)
         self.manifest = manifest.describe(
-            config.model, folder, self.rows.digests(), to_yaml(config)
+            config.model, folder, self.rows.digests(), to_yaml(config), chat_template(self.tokenizer)
         )
         self._make_objective(reference_folder)
         self.choice = self._choose_plan(folder, reference_folder)
