@@ -134,7 +134,7 @@ class _Run:
         if start.continuation:
             start.continuation.check_adapter(self.report)
         self.manifest = manifest.describe(
-            config.model, folder, self.rows.digests(), to_yaml(config), chat_template(self.tokenizer)
+            config.model, folder, self.rows.digests(), to_yaml(config), chat_template(self.vocabulary.tokenizer)
         )
         self._make_objective(reference_folder)
         self.choice = self._choose_plan(folder, reference_folder)
