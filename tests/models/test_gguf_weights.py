@@ -11,6 +11,7 @@ from mlxft.models.gguf_families import rows_as_halves
 from mlxft.models.gguf_vocabulary import tokenizer_of
 from mlxft.models.gguf_weights import convert
 from mlxft.models.load import load
+from mlxft.models.resolve import resolve
 from tests.tiny_gguf import tiny_llama, write_gguf
 from tests.tiny_models import END_ID, START_ID
 
@@ -131,3 +132,20 @@ def test_text_is_cut_as_the_vocabularys_name_says(cut, words):
     made = tokenizer_of({f"tokenizer.ggml.{name}": value for name, value in fields.items()})
     cutter = Tokenizer.from_str(json.dumps(made)).pre_tokenizer
     assert [word for word, _ in cutter.pre_tokenize_str("ab12345")] == words
+
+
+def test_a_file_is_given_as_a_models_path_and_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "tiny.gguf")
+    folder = resolve(str(file))
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(str(file)) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    model, tokenizer = load(str(file), dtype="float32")
+    again, _ = load(str(folder), dtype="float32")
+    assert mx.array_equal(model(IDS), again(IDS)) and tokenizer.encode("Hi") == [259]
+    other = write_gguf(tmp_path / "tiny.gguf", "Q8_0")
+    assert resolve(str(other)) != folder
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match="bad.gguf is no readable GGUF file"):
+        resolve(str(tmp_path / "bad.gguf"))
