@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxft.config.schema import Config, ExportConfig
 from mlxft.errors import InputError
 from mlxft.export.folder import check_space
-from mlxft.export.gguf_families import family_of, settings_of, text_config
 from mlxft.export.gguf_files import TYPES, read_model, write_adapter, write_model
 from mlxft.export.gguf_files import read_adapter as read_adapter_file
 from mlxft.export.gguf_tokenizer import vocabulary
@@ -21,6 +20,7 @@ from mlxft.models import audit
 from mlxft.models.adapters import attach, load_adapter, read_adapter, save_peft_adapter, start_of, updates_of
 from mlxft.models.dequantise import dense, is_quantised
 from mlxft.models.fitting import Fitted
+from mlxft.models.gguf_families import family_of, settings_of, text_config
 from mlxft.models.load import load_model, stored_model
 from mlxft.models.lora_linear import AdaptedLayer
 from mlxft.models.new_tokens import Vocabulary, add_new_tokens

@@ -16,7 +16,9 @@ import numpy as np
 
 from mlxft.config.choices import is_embedding
 from mlxft.errors import InputError
-from mlxft.export.gguf_families import (
+from mlxft.export.merging import Weight
+from mlxft.models.adapter_tensors import LowRank
+from mlxft.models.gguf_families import (
     Config,
     Family,
     family_of,
@@ -26,8 +28,6 @@ from mlxft.export.gguf_families import (
     text_config,
     to_gguf,
 )
-from mlxft.export.merging import Weight
-from mlxft.models.adapter_tensors import LowRank
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 

@@ -54,7 +54,7 @@ def vocabulary(folder: Path, tokenizer: Any, size: int) -> dict[str, Any]:
         fields["add_space_prefix"] = _adds_space(content)
     else:
         raise InputError(f"{file}: bytes are neither its alphabet nor its fallback; not written as GGUF here")
-    return fields | _specials(tokenizer)
+    return fields | _specials(tokenizer, size)
 
 
 def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
@@ -118,12 +118,12 @@ def _adds_space(content: dict[str, Any]) -> bool:
     )
 
 
-def _specials(tokenizer: Any) -> dict[str, Any]:
+def _specials(tokenizer: Any, size: int) -> dict[str, Any]:
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     fields = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number: Optional[int] = getattr(inner, f"{ours}_token_id", None)
-        if number is not None:
+        if number is not None and number < size:  # transformers adds some that no embedding is of
             fields[f"{theirs}_token_id"] = number
     ids = inner("a")["input_ids"]
     fields["add_bos_token"] = bool(ids) and ids[0] == inner.bos_token_id

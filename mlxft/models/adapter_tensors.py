@@ -60,9 +60,9 @@ class Adapter:
     """What a folder holds: low-rank updates by module path; whole weights by name, of all or of some modules.
 
     chosen: given a model's layers, the paths that the folder's own configuration says are adapted (to find
-    what is missing); chosen_are_all: others are an error. embeddings: of the base that it was trained on, by
-    path, where the folder has them.
+    what is missing). embeddings: of the base that it was trained on, by path, where the folder has them.
     is_tied: whether what is said of an embedding is meant for the head too where the two are one.
+    chosen_are_all: whether other layers than the chosen ones are an error.
     num_new_tokens: that it brings with it, None where the folder does not say.
     """
 

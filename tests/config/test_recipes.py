@@ -159,6 +159,17 @@ def test_what_is_wrong_with_a_recipe_is_told_by_file_and_line(own, body, words):
     assert words in message("+recipe=made_up")
 
 
+@pytest.mark.parametrize(
+    "body, words",
+    [("mask_prompt: true\n", "data.train_on"), ("clear_cache_threshold: 0\n", "there is no such key")],
+    ids=["mask_prompt", "clear_cache_threshold"],
+)
+def test_a_key_that_nothing_reads_is_refused_in_a_recipe_too(own, body, words):
+    (own / "made_up.yaml").write_text(body)
+    said = message("+recipe=made_up")
+    assert "recipes/made_up.yaml:1" in said and body.partition(":")[0] in said and words in said
+
+
 def test_a_recipe_that_is_not_text_is_refused(own):
     (own / "made_up.yaml").write_bytes(b"\xff\xfe\x00")
     assert "recipes/made_up.yaml: this is not text in UTF-8" in message("+recipe=made_up")

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlxft.errors import InputError
-from mlxft.export.gguf_families import rope_factors, rows_in_pairs
 from mlxft.export.gguf_tokenizer import vocabulary
 from mlxft.models.adapters import load_adapter
+from mlxft.models.gguf_families import rope_factors, rows_in_pairs
 from mlxft.models.gguf_weights import convert
 from mlxft.models.load import load_model, load_tokenizer
 from tests.export.made import LLAMA, adapter, difference, export, logits
@@ -80,6 +80,32 @@ def test_the_existing_reader_of_gguf_files_gives_the_exported_model(tmp_path):
     kept = ("hidden_size", "num_key_value_heads", "rope_theta", "rms_norm_eps", "vocab_size", "head_dim")
     of_base, of_again = (json.loads((folder / "config.json").read_text()) for folder in (base, again))
     assert {key: of_again[key] for key in kept} == {key: of_base[key] for key in kept}
+
+
+LLAMA_3_POSITIONS = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, shape", [
+    *SHAPES.items(),
+    ("mistral", {"layer_types": None, "sliding_window": None, "attention_bias": False, "mlp_bias": False}),
+    ("llama", {"rope_scaling": LLAMA_3_POSITIONS, "rope_theta": 500000.0}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    ("qwen3", {"tie_word_embeddings": False}),
+], ids=str)  # fmt: skip
+def test_a_file_is_read_as_the_model_that_was_merged(tmp_path, family, shape):
+    base = make_model(tmp_path / "base", family, **{"num_hidden_layers": 2} | shape)
+    made = adapter(base, tmp_path / "adapter")
+    export(f"adapter.init_from={made}", to="gguf", out=tmp_path / "g", dtype="float32")
+    export(f"adapter.init_from={made}", to="merged", out=tmp_path / "merged", dtype="float32")
+    (tmp_path / "again").mkdir()
+    convert(tmp_path / "g" / "model.gguf", tmp_path / "again")
+    expected, found = (load_model(tmp_path / name, "float32") for name in ("merged", "again"))
+    expected.set_dtype(mx.bfloat16)
+    expected.set_dtype(mx.float32)  # what bfloat16, which the reader writes, keeps of the weights
+    assert difference(logits(found), logits(expected)) < 1e-6
+    row = "Hi, 12 keys under the mat\n"
+    assert load_tokenizer(tmp_path / "again").encode(row) == load_tokenizer(base).encode(row)
 
 
 def test_rows_of_queries_are_in_pairs():

@@ -8,11 +8,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRAEmbedding as TheirLoRAEmbedding
 
 from mlxft.config.schema import AdapterConfig
+from mlxft.errors import InputError
 from mlxft.models.decoder import view
+from mlxft.models.load import stored_model
 from mlxft.models.lora import apply_adapter
 from mlxft.models.lora_embedding import LoRAEmbedding
 from mlxft.models.lora_linear import adapter_disabled, dropout_keys
-from tests.tiny_models import model_config, random_model
+from tests.tiny_models import make_model, model_config, random_model
 
 TOKENS = mx.array([[3, 1, 3, 0], [9, 3, 2, 2]])
 
@@ -85,3 +87,10 @@ def test_the_view_of_an_adapted_embedding_knows_its_vocabulary_and_that_it_train
     apply_adapter(made.model, AdapterConfig(targets=["embed_tokens"]))
     assert made.vocabulary == 259
     assert made.embedding_trains and made.lowest_trainable() == 0
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_dora_of_an_embedding_is_refused_by_name(tmp_path, bits):
+    model = stored_model(make_model(tmp_path, "qwen3", quantize=bits))[0]  # packed where it is stored so
+    with pytest.raises(InputError, match="adapter.kind=dora: model.embed_tokens is an embedding"):
+        apply_adapter(model, AdapterConfig(kind="dora", targets=["embed_tokens"]))

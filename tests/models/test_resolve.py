@@ -56,8 +56,8 @@ def test_weights_in_another_format_are_pointed_out(tmp_path):
 
 
 def test_a_file_a_missing_folder_and_a_bare_name_are_told_apart(tmp_path):
-    (tmp_path / "model.gguf").write_text("")
-    assert "is a file; give the folder" in refused(tmp_path / "model.gguf")
+    (tmp_path / "model.safetensors").write_text("")
+    assert "is a file; give the folder" in refused(tmp_path / "model.safetensors")
     assert refused(tmp_path / "absent") == f"model.path: there is no folder {tmp_path / 'absent'}"
     assert "(a model on the hub is written owner/name)" in refused("smollm")
 

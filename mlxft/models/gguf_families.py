@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mlxft.errors import InputError
-from mlxft.models.gguf_weights import rows_as_halves
 
 Settings = dict[str, Any]  # of a GGUF file, "{arch}." left out of the keys
 Config = Mapping[str, Any]
@@ -171,6 +170,16 @@ def rows_in_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
     Row i of a head's first half and row i of its second are rows 2i and 2i + 1.
     """
     heads = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def rows_as_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Returns query or key rows (heads x width, ...) in the order that rotates halves of a head.
+
+    llama.cpp's llama has them in pairs: row 2i of a head is row i of its first half, row 2i + 1 row i of
+    its second.
+    """
+    heads = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)
 
 
