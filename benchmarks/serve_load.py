@@ -53,6 +53,7 @@ def keep_streaming(port: int, pid: int, asked: argparse.Namespace) -> None:
             worker.result()  # a lost stream raises here
     settled, most = max(memory[: len(memory) // 4]), max(memory)
     print(f"{len(ended)} streams of {asked.streams} at once, {sum(ended)} tokens, none lost")
+    print("MB:", *(round(each / 1e6) for each in memory))
     print(f"memory {settled / 1e6:.0f} MB after a quarter of the time, {most / 1e6:.0f} MB at most")
     if most > 1.1 * settled:
         raise SystemExit("memory grows")
