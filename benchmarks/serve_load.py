@@ -10,7 +10,6 @@ import argparse
 import re
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,10 +86,9 @@ def stop_under_load(port: int, process, asked: argparse.Namespace) -> None:
     """Sends SIGTERM while all places are taken; every answer has to end."""
     with ThreadPoolExecutor(asked.streams) as pool:
         texts = [question(each, 20) for each in range(asked.streams)]
-        streams = [pool.submit(stream, port, text, asked.tokens) for text in texts]
-        while active(port) < asked.streams:
-            time.sleep(0.02)
-        threading.Timer(0.2, process.send_signal, [signal.SIGTERM]).start()
+        streams = [pool.submit(stream, port, text, 8 * asked.tokens) for text in texts]
+        time.sleep(1)  # all of them have come; none can have ended
+        process.send_signal(signal.SIGTERM)
         whole = [each.result() for each in streams]
     code = process.wait(60)
     print(f"SIGTERM: {len(whole)} answers ended whole, exit code {code}")

@@ -8,13 +8,13 @@ from schemathesis.checks import CHECKS, not_a_server_error
 from mlxft.models.load import vocabulary_size
 from mlxft.serving.app import make_app
 from mlxft.serving.engine import Limits, load_engine
-from mlxft.serving.served import Served
+from mlxft.serving.served import Bounds, Served
 
 
 @pytest.fixture(scope="module")
 def app(folder):
     engine = load_engine(folder, limits=Limits(max_concurrent=8)).start()
-    yield make_app(Served(engine, "tiny", vocabulary_size(folder)))
+    yield make_app(Served(engine, "tiny", vocabulary_size(folder), bounds=Bounds(default_tokens=4)))
     engine.stop()
 
 
