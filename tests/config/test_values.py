@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mlxft.config.keys import keys_of
-from mlxft.config.schema import Config, ExportConfig, GenerateConfig, PreviewKeys
+from mlxft.config.schema import ChatConfig, Config, ExportConfig, GenerateConfig, PreviewKeys, ServerKeys
 from mlxft.config.values import RULES, settle
 
-KEYS = keys_of(Config, PreviewKeys, GenerateConfig, ExportConfig)
+KEYS = keys_of(Config, PreviewKeys, GenerateConfig, ExportConfig, ServerKeys, ChatConfig)
 
 
 @pytest.mark.parametrize(
