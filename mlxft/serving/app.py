@@ -35,6 +35,11 @@ _MEANINGS = {
 }
 
 
+# One of a stream's events.
+_EVENT = {"type": "object", "required": ["data"],
+          "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}  # fmt: skip
+
+
 def make_app(served: Served, api_key: Optional[str] = None, may_mount: bool = True) -> FastAPI:
     """Returns the ASGI application. may_mount: whether clients may mount and unmount adapters."""
     app = FastAPI(
@@ -60,7 +65,7 @@ def make_app(served: Served, api_key: Optional[str] = None, may_mount: bool = Tr
 def _answers(model: Any, *statuses: int, streams: bool = False, error: Any = wire.ErrorAnswer) -> dict:
     good: dict[str, Any] = {"model": model, "description": "done"}
     if streams:
-        good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        good["content"] = {"text/event-stream": {"schema": _EVENT}}
     bad = {status: {"model": error, "description": _MEANINGS[status]} for status in statuses}
     return {200: good, **bad}
 
@@ -112,6 +117,7 @@ def _add_mounting(app: FastAPI, served: Served) -> None:
     async def mount(wanted: wire.MountRequest) -> wire.AdapterEntry:
         if served.engine.residents.get(wanted.id) is not None:
             raise Refused(f"{wanted.id} is mounted already; unmount it first", "adapter_exists", 409, "id")
+        _check_path(wanted.path)
         resident = await asyncio.to_thread(served.engine.mount, wanted.id, [wanted.path])
         return wire.AdapterEntry(**resident.described())
 
@@ -122,6 +128,12 @@ def _add_mounting(app: FastAPI, served: Served) -> None:
         if served.default_adapter == name:
             served.default_adapter = None
         return wire.Unmounted(id=name, object="adapter", deleted=True)
+
+
+def _check_path(path: str) -> None:
+    """Raises Refused for what cannot be a folder's path, or means somebody's home."""
+    if "\0" in path or path.startswith("~") or any("\ud800" <= each <= "\udfff" for each in path):
+        raise Refused(f"{path!r} is not the path of a folder", "bad_path", 400, "path")
 
 
 def _add_state(app: FastAPI, served: Served, metrics: Metrics) -> None:

@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 
 from mlxft.config.keys import keys_of
-from mlxft.config.schema import Config, EvalKeys, ExportConfig, GenerateConfig, PreviewKeys
+from mlxft.config.schema import (
+    ChatConfig,
+    Config,
+    EvalKeys,
+    ExportConfig,
+    GenerateConfig,
+    PreviewKeys,
+    QuantizeConfig,
+    ServerKeys,
+)
 from mlxft.config.values import RULES, settle
 
-KEYS = keys_of(Config, EvalKeys, PreviewKeys, GenerateConfig, ExportConfig)
+SCHEMAS = (Config, EvalKeys, PreviewKeys, QuantizeConfig, GenerateConfig, ExportConfig, ServerKeys, ChatConfig)
+KEYS = keys_of(*SCHEMAS)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,8 @@ def test_a_bad_value_is_refused_with_what_is_wrong(key, given, words):
 
 
 def test_every_rule_belongs_to_a_key_and_every_default_passes_its_own():
-    assert set(RULES) <= set(KEYS)
+    named = {key.rule or key.name for schema in SCHEMAS for key in keys_of(schema).values()}
+    assert set(RULES) <= named
     for key in KEYS.values():
         if key.default not in (None, "???"):
             assert settle(key, key.default) == key.default

@@ -8,13 +8,13 @@ from schemathesis.checks import CHECKS, not_a_server_error
 from mlxft.models.load import vocabulary_size
 from mlxft.serving.app import make_app
 from mlxft.serving.engine import Limits, load_engine
-from mlxft.serving.served import Served
+from mlxft.serving.served import Bounds, Served
 
 
 @pytest.fixture(scope="module")
 def app(folder):
     engine = load_engine(folder, limits=Limits(max_concurrent=8)).start()
-    yield make_app(Served(engine, "tiny", vocabulary_size(folder)))
+    yield make_app(Served(engine, "tiny", vocabulary_size(folder), bounds=Bounds(default_tokens=4)))
     engine.stop()
 
 
@@ -39,7 +39,7 @@ def test_requests_made_from_the_document_get_what_it_says(document):
     names = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
     checks = [not_a_server_error, *(CHECKS.get_one(name) for name in names)]
     settings = hypothesis.settings(
-        max_examples=60, deadline=None, derandomize=True, database=None,
+        max_examples=25, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     for result in document.get_all_operations():
