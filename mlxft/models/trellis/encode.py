@@ -44,18 +44,36 @@ def quantize(weight: mx.array, bits: int, block: int = 256) -> tuple[mx.array, m
 
     Raises: InputError for a width, block or number of bits that the format doesn't have.
     """
-    rows, width = weight.shape
-    check_geometry(width, bits, block)
-    weight = weight.astype(mx.float32)
-    spread = mx.sqrt(mx.square(weight).mean(axis=1))
-    scales = (spread / _SPREAD[bits]).astype(mx.bfloat16).astype(mx.float32)
-    scaled = weight / mx.where(scales == 0, 1.0, scales)[:, None]
-    states = tail_biting_states(np.array(scaled).reshape(-1, block), bits)
-    values = mx.array(codebook()[states].reshape(rows, width))
-    # The least squares between the weights and scale x values, now that these are known. Zeros stay zeros.
-    refined = (weight * values).sum(axis=1) / mx.square(values).sum(axis=1)
-    codes = mx.array(pack(states, bits).reshape(rows, -1))
-    return codes, mx.where(scales == 0, 0.0, refined).astype(mx.bfloat16)
+    check_geometry(weight.shape[1], bits, block)
+    weights = np.array(weight.astype(mx.float32))
+    scales = starting_scales(weights, bits)
+    states = tail_biting_states(in_scales(weights, scales).reshape(-1, block), bits)
+    codes = pack(states, bits).reshape(len(weights), -1)
+    return mx.array(codes), fitted_scales(weights, codebook()[states].reshape(weights.shape), scales)
+
+
+def starting_scales(weights: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the scales (rows,) float32 that bring weights (rows, width) to the code's spread; 0 for zeros."""
+    spread = np.sqrt(np.square(weights).mean(axis=1))
+    return np.array(mx.array(spread / _SPREAD[bits]).astype(mx.bfloat16).astype(mx.float32))
+
+
+def in_scales(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns weights (rows, width) in units of their rows' scales (rows,)."""
+    return weights / np.where(scales == 0, 1, scales)[:, None]
+
+
+def fitted_scales(
+    weights: np.ndarray, values: np.ndarray, scales: np.ndarray, hessian: Optional[np.ndarray] = None
+) -> mx.array:
+    """Returns the scales (rows,) bfloat16 for which scale x values (rows, width) is nearest to the weights.
+
+    hessian: (width, width) of the layer's inputs, in whose outputs they are to be near; None: themselves.
+    Rows whose starting scale is 0 keep it.
+    """
+    seen = values if hessian is None else values @ hessian.astype(np.float32)
+    fitted = (weights * seen).sum(axis=1) / (values * seen).sum(axis=1)
+    return mx.array(np.where(scales == 0, 0, fitted).astype(np.float32)).astype(mx.bfloat16)
 
 
 def tail_biting_states(weights: np.ndarray, bits: int) -> np.ndarray:
