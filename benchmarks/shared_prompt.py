@@ -70,7 +70,8 @@ class Way:
         from mlxft.backend import shape_multiple
         from mlxft.config.schema import OptimizerConfig
         from mlxft.layouts.arrange import Arranger
-        from mlxft.segmented.build import GradientPlan, build
+        from mlxft.segmented.build import build
+        from mlxft.segmented.plan import GradientPlan
         from mlxft.training import optimizer
         from mlxft.training.objectives import HeadPlan, Orpo
         from mlxft.training.objectives.preference import LossSettings

@@ -160,7 +160,8 @@ def _train_help() -> str:
     return f"""\
 usage: mlxft train [--config] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
 
-Fine-tunes a model on rows of text and writes a run's folder: the adapter, checkpoints, metrics.
+Fine-tunes a model on texts, pairs of answers or labelled answers, and writes a run's folder: the adapter,
+checkpoints, metrics.
 
   mlxft train +recipe=quickstart                  a whole run from a file; mlxft recipes lists them
   mlxft train +recipe=quickstart optimizer.lr=1e-4 trainer.epochs=2
@@ -179,20 +180,24 @@ Keys and their defaults (one without a default is decided from the model, or sta
 
 def _eval_help() -> str:
     from mlxft.config.composition import COMMANDS
-    from mlxft.config.reference import training_keys
+    from mlxft.config.reference import evaluation_keys, training_keys
 
     return f"""\
 usage: mlxft eval [--json] [+recipe=NAME] [KEY=VALUE ...]
 
-Says the loss and the perplexity of a model, or of an adapter on it, on a file of rows; of pairs of answers,
-how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them.
+Says the loss and the perplexity of a model, or of an adapter on it, on a file of texts; of pairs of answers,
+how often and by how much the chosen one is likelier; of labelled answers, which way an adapter moved them;
+of questions, how many are answered right. Or runs tasks of lm-eval.
 
   mlxft eval model=smollm2 data.valid=rows.jsonl
-  mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter --json
+  mlxft eval +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter eval.reference=base --json
+  mlxft eval model=smollm2 eval.tasks=[arc_easy,mine.yaml] eval.limit=100
 
 --json prints one JSON object on standard output.
 
 Keys and their defaults:
+
+{evaluation_keys()}
 
 {training_keys(COMMANDS["eval"].uses)}"""
 
@@ -202,9 +207,9 @@ def _generate_help() -> str:
     from mlxft.config.reference import generation_keys, training_keys
 
     return f"""\
-usage: mlxft generate [+recipe=NAME] KEY=VALUE ... prompt="..."
+usage: mlxft generate [--compare] [+recipe=NAME] KEY=VALUE ... prompt="..."
 
-Prints a model's answer to one prompt.
+Prints a model's answer to one prompt. --compare: the base's answer and the adapter's, side by side.
 
   mlxft generate model=smollm2 prompt="What is the capital of France?"
   mlxft generate +recipe=quickstart adapter.init_from=runs/quickstart/TIME/adapter prompt="Who are you?"
@@ -214,6 +219,97 @@ Keys and their defaults:
 {generation_keys()}
 
 {training_keys(COMMANDS["generate"].uses)}"""
+
+
+def _serve_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import server_keys, training_keys
+
+    groups = tuple(name for name in COMMANDS["serve"].uses if name != "server")
+    return f"""\
+usage: mlxft serve [--provider pi] [+recipe=NAME] [KEY=VALUE ...]
+
+Serves a model and its adapters to OpenAI's and Anthropic's clients, until it is interrupted.
+
+  mlxft serve model=smollm2
+  mlxft serve model=smollm2 adapter.init_from=runs/quickstart/TIME/adapter server.port=9000
+  mlxft serve model=smollm2 server.adapters={{a:runs/a/adapter,b:runs/b/adapter}}
+
+adapter.init_from is the adapter of requests that name none. --provider pi prints what the coding agent Pi
+has to know of the server, and stops.
+
+Keys and their defaults:
+
+{server_keys()}
+
+{training_keys(groups)}"""
+
+
+def _chat_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import chat_keys, training_keys
+
+    return f"""\
+usage: mlxft chat [+recipe=NAME] [KEY=VALUE ...]
+
+A conversation with a model in the terminal. /adapter NAME answers with another adapter from there on, /help
+says what else there is.
+
+  mlxft chat model=smollm2
+  mlxft chat model=smollm2 adapter.init_from=runs/quickstart/TIME/adapter
+
+Keys and their defaults:
+
+{chat_keys()}
+
+{training_keys(COMMANDS["chat"].uses)}"""
+
+
+def _quantize_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import quantization_keys, training_keys
+
+    return f"""\
+usage: mlxft quantize [--json] model=MODEL to=trellis|affine bits=N out=FOLDER [KEY=VALUE ...]
+
+Writes a model with fewer bits a weight: trellis codes of 2, 3 or 4 bits in the decoder's linear layers, or
+mlx-lm's affine groups everywhere. A run that was stopped goes on with the layers that it had finished.
+
+  mlxft quantize model=smollm2 to=trellis bits=3 out=smollm2-3
+  mlxft quantize model=smollm2 to=trellis bits=3 data.train=texts.jsonl data.valid=others.jsonl out=smollm2-3
+  mlxft quantize model=smollm2 to=affine bits=4 group_size=32 out=smollm2-4
+
+With data.train it calibrates: errors are put where what the layers are given has least use for them.
+--json prints one JSON object on standard output.
+
+Keys and their defaults:
+
+{quantization_keys()}
+
+{training_keys(COMMANDS["quantize"].uses)}"""
+
+
+def _export_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import export_keys, training_keys
+
+    return f"""\
+usage: mlxft export [--json] adapter.init_from=FOLDER to=peft|merged|gguf out=FOLDER [KEY=VALUE ...]
+
+Writes a trained adapter in the form that another program loads: PEFT's layout, a whole model with the adapter
+merged into it, or GGUF. Its logits are compared with the trained model's before anything is kept.
+
+  mlxft export adapter.init_from=runs/x/adapter to=peft out=peft
+  mlxft export adapter.init_from=runs/x/adapter to=merged out=merged dtype=float32
+  mlxft export adapter.init_from=runs/x/adapter to=gguf gguf=adapter out=gguf
+
+Without model.path it is the model that the adapter names. --json prints one JSON object on standard output.
+
+Keys and their defaults (of the rows only some are read, to compare on; without them, some sentences):
+
+{export_keys()}
+
+{training_keys(COMMANDS["export"].uses)}"""
 
 
 def _preview_help() -> str:
@@ -344,6 +440,10 @@ COMMANDS = {
     "train": Command("fine-tune a model", _train_help, _train),
     "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
     "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
+    "quantize": Command("fewer bits a weight", _quantize_help, _main_of("mlxft.quantising.command")),
+    "export": Command("an adapter for other programs", _export_help, _main_of("mlxft.export.command")),
+    "chat": Command("a conversation in the terminal", _chat_help, _main_of("mlxft.serving.terminal")),
+    "serve": Command("a model for OpenAI's clients", _serve_help, _main_of("mlxft.serving.command")),
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),

@@ -1,5 +1,6 @@
-"""A server that stands in for the Hugging Face hub, with one model or data set in it."""
+"""A server that stands in for the Hugging Face hub, with one model or data set in it, and takes uploads."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_whatever"  # of the one account that there is
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -23,10 +25,29 @@ class _Hub(BaseHTTPRequestHandler):
         self.respond(send_body=True)
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        body = self.body()
+        if self.server.uploads is not None:
+            self.send(*self.server.uploads.answer(self.path, self.headers, body), True)
+            return
+        asked = json.loads(body or b"{}")
         files = self.files()
         entries = [entry(files[path], path) for path in asked.get("paths", []) if path in files]
         self.send(200, {}, json.dumps(entries).encode(), True)
+
+    def do_PUT(self):
+        """Where the batch of large files sent it: what it is for is in its name."""
+        self.server.uploads.large[self.path.rpartition("/")[2]] = self.body()
+        self.send(200, {}, b"", True)
+
+    def body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
 
     def files(self):
         return {
@@ -36,6 +57,11 @@ class _Hub(BaseHTTPRequestHandler):
         }
 
     def respond(self, send_body):
+        if self.server.uploads is not None and self.path.startswith("/api/whoami-v2"):
+            is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            answer = (200, {}, b'{"name": "user", "type": "user"}') if is_known else (401, {}, b"{}")
+            self.send(*answer, send_body)
+            return
         kind, files = self.server.kind, self.files()
         path = self.path.split("?")[0].strip("/").split("/")
         is_api = path[0] == "api"
@@ -107,15 +133,67 @@ def digest(file: Path) -> str:
     return hashlib.sha1(file.read_bytes()).hexdigest()
 
 
+class Uploads:
+    """What was uploaded: repositories that were made, files by name, and large ones by their SHA-256.
+
+    Files of weights go the way of large ones: their content apart, and a line of the commit that names it.
+    """
+
+    def __init__(self):
+        self.made: list[dict] = []
+        self.files: dict[str, bytes] = {}
+        self.large: dict[str, bytes] = {}
+        self.refuses = False  # with 403, everything but the login
+        self.address = ""
+
+    def answer(self, path, headers, body):
+        """The answer to a POST: (status, headers, body)."""
+        path = path.split("?")[0]
+        if self.refuses or headers.get("Authorization") != f"Bearer {TOKEN}":
+            return 403, {}, b'{"error": "you may not write here"}'
+        if path == "/api/repos/create":
+            self.made.append(json.loads(body))
+            answer = {"url": f"{self.address}/user/name", "name": "user/name"}
+        elif path == "/api/models/user/name/preupload/main":
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            modes = {name: "lfs" if name.endswith((".safetensors", ".gguf")) else "regular" for name in asked}
+            plans = [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]
+            answer = {"files": plans}
+        elif path == "/api/validate-yaml":
+            answer = {"errors": [], "warnings": []}
+        elif path == "/user/name.git/info/lfs/objects/batch":
+            objects = [self._action(each) for each in json.loads(body)["objects"]]
+            answer = {"transfer": "basic", "objects": objects}
+        elif path == "/api/models/user/name/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    self.files[value["path"]] = self.large[value["oid"]]
+            url = f"{self.address}/user/name/commit/{COMMIT}"
+            answer = {"success": True, "commitOid": COMMIT, "commitUrl": url}
+        else:
+            return 404, {"X-Error-Message": f"there is no {path} here"}, b"{}"
+        return 200, {"Content-Type": "application/json"}, json.dumps(answer).encode()
+
+    def _action(self, wanted):
+        place = {"href": f"{self.address}/large/{wanted['oid']}"}
+        return {"oid": wanted["oid"], "size": wanted["size"], "actions": {"upload": place}}
+
+
 @contextlib.contextmanager
-def stand_in(folder: Path, kind: str):
-    """Yields (address, names of the files that were asked for)."""
+def stand_in(folder: Path, kind: str, uploads: Uploads | None = None):
+    """Yields (address, names of the files that were asked for). uploads: takes what is uploaded, as user."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.folder, server.kind, server.fetched = folder, kind, []
+    server.folder, server.kind, server.fetched, server.uploads = folder, kind, [], uploads
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    if uploads is not None:
+        uploads.address = address
     try:
-        yield f"http://127.0.0.1:{server.server_port}", server.fetched
+        yield address, server.fetched
     finally:
         server.shutdown()
         thread.join()

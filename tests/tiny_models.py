@@ -151,6 +151,21 @@ MORE_FAMILIES = {
         "logits_scaling": 3.0,
     },
     "glm4": {**_LLAMA_LIKE, "model_type": "glm4", "partial_rotary_factor": 0.5},
+    "gemma": {"model_type": "gemma", "rms_norm_eps": 1e-6},
+    # Blocks 1 and 3 attend; 0 and 2 are convolutions over three positions.
+    "lfm2": {
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "conv_bias": True,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3],
+        "rope_theta": 10000.0,
+    },
     "starcoder2": {**_LLAMA_LIKE, "model_type": "starcoder2", "norm_epsilon": 1e-5},
 }
 MORE_FAMILIES["gemma4"]["text_config"] = {**_COMMON, **MORE_FAMILIES["gemma4_text"]}
@@ -291,7 +306,8 @@ def _spread(name: str, family: str) -> tuple[float, float]:
     if "norm" in name or "layer_scalar" in name:
         if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
             return 0.35, 0.1  # its attention has no other scale
-        return (0.0 if family.startswith("gemma3") else 1.0), 0.1
+        adds_one = family.startswith("gemma") and not family.startswith("gemma4")
+        return (0.0 if adds_one else 1.0), 0.1
     return 0.0, 0.5 if "conv1d" in name else 0.12
 
 

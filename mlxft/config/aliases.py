@@ -51,6 +51,10 @@ _MEANT: dict[str, str] = {
     ),
     "model.revision": "model_revision revision_of_model",
     "model.dtype": "torch_dtype bf16 fp16 precision",
+    "model.new_tokens": "add_tokens tokens added_tokens trainable_token_indices",
+    "model.new_special_tokens": (
+        "special_tokens add_special_tokens additional_special_tokens extra_special_tokens"
+    ),
     "data.train": "dataset datasets train_file dataset_name data_path train_data train_path",
     "data.valid": (
         "valid_file validation_file eval_dataset test_datasets val_data valid_data val_set_size eval_file"

@@ -5,7 +5,8 @@ LAYOUTS = ("auto", "padded", "packed", "prefix_shared")
 GRADIENTS = ("auto", "whole", "checkpoint", "segmented")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = (
-    "auto", "messages", "completion", "text", "preference", "unpaired", "tokens", "alpaca", "sharegpt"
+    "auto", "messages", "completion", "text", "preference", "unpaired", "tokens", "alpaca", "sharegpt",
+    "choices", "answer", "code",
 )  # fmt: skip
 SET_KEYS = ("path", "weight", "split", "revision", "subset", "columns")  # of a set of rows
 BAD_ROWS = ("refuse", "skip")
@@ -19,9 +20,16 @@ DPO_VARIANTS = ("sigmoid", "robust", "cdpo", "ipo", "hinge", "norm", "exo_pair",
 SMOOTHED_VARIANTS = ("robust", "cdpo", "exo_pair")  # those that label_smoothing has a meaning for
 NLL_SCOPES = ("full", "response")
 REFERENCE_TIMES = ("once", "every_step")
+EXPORTS = ("peft", "merged", "gguf")
+QUANTIZATIONS = ("trellis", "affine")
+EXPORTED_QUANTIZATIONS = ("mixed", "none", "same")
+EXPORTED_GGUF = ("model", "adapter")
 
 # The keys of `adapter` that say something of low-rank updates.
-LOW_RANK_KEYS = ("rank", "alpha", "rslora", "dropout", "targets", "layers", "modules_to_save")
+LOW_RANK_KEYS = (
+    "rank", "alpha", "rslora", "rank_by", "ranks", "dropout", "targets", "layers", "modules_to_save"
+)  # fmt: skip
+RANKS_BY = ("constant", "bits")
 EMBEDDINGS = ("embed_tokens", "wte", "embeddings")  # what models call theirs
 
 PAIR_OBJECTIVES = ("dpo", "orpo", "cpo", "simpo")

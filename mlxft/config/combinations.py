@@ -14,7 +14,7 @@ from mlxft.config.choices import (
     wsd_decay_steps,
 )
 from mlxft.config.keys import Key, is_missing
-from mlxft.data.sources import on_hub
+from mlxft.data.files import on_hub
 from mlxft.resources import bundled_data, folder
 
 Found = Iterator[tuple[str, str]]
@@ -43,6 +43,24 @@ def training_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]
     yield from _saving(settings)
     if settings["head.kind"] == "full" and "head.chunk" in given:
         yield "head.chunk", "it has no meaning with head.kind=full; leave one of them out"
+
+
+def evaluation_contradictions(settings: Mapping[str, Any], keys: Mapping[str, Key]) -> Found:
+    """Yields (key, what is wrong) for settings of an evaluation that exclude each other."""
+    given = {name for name, value in settings.items() if name in keys and value != keys[name].default}
+    if settings["eval.reference"] == "base" and is_missing(settings["adapter.init_from"]):
+        yield "eval.reference", "there is no adapter to compare with its base; give adapter.init_from"
+    if settings["eval.stride"] is not None and settings["eval.stride"] >= settings["data.max_length"]:
+        yield "eval.stride", f"windows have data.max_length={settings['data.max_length']} tokens; give fewer"
+    if "eval.timeout" in given and not settings["eval.run_code"]:
+        yield "eval.timeout", "it is of programs, and none is run; give eval.run_code=true, or leave it out"
+    if is_missing(settings["eval.tasks"]):
+        if "eval.num_fewshot" in given:
+            yield "eval.num_fewshot", "it is of lm-eval's tasks; give eval.tasks, or leave it out"
+        return
+    for name in ("data.valid", "eval.stride", "eval.max_tokens", "eval.extract", "eval.run_code"):
+        if name in given:
+            yield name, "lm-eval's tasks bring their own; leave it out (over a recipe: null), or eval.tasks"
 
 
 def _steps(settings: Mapping[str, Any]) -> Found:
@@ -177,6 +195,9 @@ def _loss(settings: Mapping[str, Any], given: set[str]) -> Found:
         yield "loss.label_smoothing", f"loss.variant={variant} has no use for it; it is for {usable}"
     if objective == "dpo" and variant == "exo_pair" and not smoothed:
         yield "loss.label_smoothing", "loss.variant=exo_pair divides by it; set it above 0, such as 0.001"
+    elif objective == "dpo" and variant in SMOOTHED_VARIANTS and not smoothed:
+        what = f"without it loss.variant={variant} is sigmoid"
+        yield "loss.label_smoothing", f"{what}; set the share of labels that may be wrong, such as 0.1"
 
 
 def _validation(settings: Mapping[str, Any]) -> Found:
@@ -196,12 +217,29 @@ def _adapter(settings: Mapping[str, Any], given: set[str]) -> Found:
     if kind == "full":
         for name in [f"adapter.{key}" for key in LOW_RANK_KEYS if f"adapter.{key}" in given]:
             yield name, "it has no meaning with adapter.kind=full, which trains every weight; leave it out"
-    elif settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
+    yield from _ranks(given)
+    if kind != "full" and settings["adapter.rslora"] and not is_missing(settings["adapter.init_from"]):
         yield "adapter.rslora", "the scale of adapter.init_from is taken over as it is; leave it out"
     if kind == "dora":
         embeddings = [name for name in settings["adapter.targets"] or () if is_embedding(name)]
         if embeddings:
             yield "adapter.targets", f"DoRA is of linear layers only, not of {embeddings[0]}: use lora for it"
+
+
+def tokens_named_twice(settings: Mapping[str, Any]) -> Found:
+    """Yields (key, what is wrong) for new tokens that are to be special and plain."""
+    plain = settings.get("model.new_tokens") or ()
+    for text in settings.get("model.new_special_tokens") or ():
+        if text in plain:
+            yield "model.new_special_tokens", f"{text!r} is in model.new_tokens too; name it once"
+
+
+def _ranks(given: set[str]) -> Found:
+    for name in sorted({"adapter.rank_by", "adapter.ranks"} & given):
+        if "adapter.init_from" in given:
+            yield name, "the ranks of adapter.init_from are taken over as they are; leave it out"
+        elif "adapter.rslora" in given:
+            yield name, "with adapter.rslora each rank would have a scale of its own; leave one of them out"
 
 
 def starting_adapters(settings: Mapping[str, Any]) -> Found:
@@ -212,6 +250,8 @@ def starting_adapters(settings: Mapping[str, Any]) -> Found:
         yield "adapter.init_weights", "there is nothing to weigh; give adapter.init_from"
     elif weights is not None and len(weights) != number:
         yield "adapter.init_weights", f"{len(weights)} weights for the {number} in adapter.init_from"
+    if settings.get("adapter.any_base") and not number:
+        yield "adapter.any_base", "it is of adapter.init_from, which is not given; leave it out"
     kind = settings.get("adapter.kind", "lora")
     if (number > 1 or weights is not None) and kind != "lora":
         yield "adapter.init_from", f"only LoRA adapters can be added up or weighed, not those of kind {kind}"

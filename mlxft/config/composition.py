@@ -6,12 +6,27 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import MISSING
 
-from mlxft.config.combinations import absent_files, starting_adapters, training_contradictions
+from mlxft.config.combinations import (
+    absent_files,
+    evaluation_contradictions,
+    starting_adapters,
+    tokens_named_twice,
+    training_contradictions,
+)
 from mlxft.config.keys import Key, flatten, groups_of, is_among, is_missing, keys_of, nest, unknown_key
 from mlxft.config.overrides import Request, read_overrides
 from mlxft.config.problems import Problems
 from mlxft.config.recipes import RecipeBody, find_recipes, read_recipe
-from mlxft.config.schema import Config, GenerateConfig, PreviewConfig, PreviewKeys
+from mlxft.config.schema import (
+    ChatConfig,
+    Config,
+    EvalKeys,
+    ExportConfig,
+    GenerateConfig,
+    PreviewKeys,
+    QuantizeConfig,
+    ServerKeys,
+)
 from mlxft.config.values import settle
 from mlxft.errors import InputError
 from mlxft.resources import folder
@@ -23,13 +38,17 @@ Schema = TypeVar("Schema")
 class Composed:
     """A checked configuration, with the recipe's name if it came from one.
 
-    generate, preview: the keys that only the command of that name has, where it is that command's.
+    own: the keys that only the command has, of its schema; None where it has none.
     """
 
     config: Config
     recipe: str | None = None
-    generate: GenerateConfig | None = None
-    preview: PreviewConfig | None = None
+    own: Any = None
+
+    @property
+    def run_name(self) -> str:
+        """What a run of it is called: the name of its folder's folder."""
+        return self.recipe or self.config.trainer.objective
 
 
 # What Hydra would take for instructions to itself and act on, or drop, in silence.
@@ -55,7 +74,7 @@ class Command:
 
 _MODEL = (("model.path",), "a folder or a hub id: model.path=HuggingFaceTB/SmolLM2-135M-Instruct")
 _ROWS = (("data.train",), "a file: data.train=rows.jsonl")
-_ADAPTED = ("adapter.init_from", "adapter.init_weights")
+_ADAPTED = ("adapter.init_from", "adapter.init_weights", "adapter.any_base")
 _READING = ("train", "valid", "format", "max_length", "truncate", "batch_size", "train_on", "columns")
 COMMANDS = {
     command.name: command
@@ -65,8 +84,9 @@ COMMANDS = {
         Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(
             "eval",
-            ("model", "head", *_ADAPTED, *(f"data.{name}" for name in _READING)),
-            (_MODEL, (("data.valid", "data.train"), "a file: data.valid=rows.jsonl")),
+            ("model", "head", "eval", *_ADAPTED, *(f"data.{name}" for name in _READING)),
+            (_MODEL, (("data.valid", "data.train", "eval.tasks"), "a file: data.valid=rows.jsonl")),
+            own=EvalKeys,
         ),
         Command(
             "generate",
@@ -74,6 +94,28 @@ COMMANDS = {
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
             own=GenerateConfig,
         ),
+        Command(
+            "quantize",
+            ("model", *(f"data.{name}" for name in _READING)),
+            (
+                _MODEL,
+                (("to",), "a kind: to=trellis (or affine)"),
+                (("out",), "a folder that is new or empty: out=quantized"),
+            ),
+            own=QuantizeConfig,
+        ),
+        Command(
+            "export",
+            ("model", *_ADAPTED, *(f"data.{name}" for name in _READING)),
+            (
+                (("adapter.init_from",), "a run's adapter: adapter.init_from=runs/x/adapter"),
+                (("to",), "a form: to=merged (or peft, gguf)"),
+                (("out",), "a folder that is new or empty: out=exported"),
+            ),
+            own=ExportConfig,
+        ),
+        Command("serve", ("model", *_ADAPTED, "server"), (_MODEL,), own=ServerKeys),
+        Command("chat", ("model", *_ADAPTED), (_MODEL,), own=ChatConfig),
     )
 }
 
@@ -91,9 +133,8 @@ def compose(overrides: list[str], command: str = "train") -> Composed:
     body = _chosen_body(request, keys, problems)
     values = _resolved(_run_hydra(request, body), keys, problems)
     settings = _checked(values | request.texts, wanted, keys, problems)
-    generate = _build(GenerateConfig, settings) if wanted.own is GenerateConfig else None
-    preview = _build(PreviewKeys, settings).preview if wanted.own is PreviewKeys else None
-    return Composed(_build(Config, settings), request.recipe, generate, preview)
+    own = _build(wanted.own, settings) if wanted.own else None
+    return Composed(_build(Config, settings), request.recipe, own)
 
 
 def from_dict(values: Mapping[str, Any] | Config) -> Config:
@@ -236,11 +277,13 @@ def _checked(
 def _check_together(
     settings: Mapping[str, Any], command: Command, keys: Mapping[str, Key], problems: Problems
 ) -> None:
-    checks = [absent_files(settings)]
+    checks = [absent_files(settings), tokens_named_twice(settings)]
     if command.uses is None:
         checks.append(training_contradictions(settings, keys))
     else:
         checks.append(starting_adapters(settings))
+    if command.own is EvalKeys:
+        checks.append(evaluation_contradictions(settings, keys))
     for check in checks:
         for name, text in check:
             if not problems.about(name):

@@ -16,8 +16,8 @@ from mlxft.resources import folder
 
 _ARGUMENT = re.compile(r"(?:\+\+|\+)?(?P<name>[^=]*?)\s*=(?P<value>.*)", re.DOTALL)
 
-# Keys that hold free text: taken as typed, since a sentence is full of what Hydra's grammar reserves.
-FREE_TEXT = ("prompt", "system")
+# Keys that hold free text or a pattern: taken as typed, being full of what Hydra's grammar reserves.
+FREE_TEXT = ("prompt", "system", "eval.extract")
 
 
 @dataclass

@@ -7,7 +7,16 @@ from typing import get_type_hints
 from omegaconf import MISSING
 
 from mlxft.config.keys import Key, groups_of, is_among, keys_of
-from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
+from mlxft.config.schema import (
+    ChatConfig,
+    Config,
+    EvalKeys,
+    ExportConfig,
+    GenerateConfig,
+    PreviewKeys,
+    QuantizeConfig,
+    ServerKeys,
+)
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
 
@@ -17,9 +26,19 @@ def training_keys(used: tuple[str, ...] | None = None) -> str:
     return _in_groups(Config, used)
 
 
+def evaluation_keys() -> str:
+    """Returns a line for each key that only `mlxft eval` has."""
+    return _in_groups(EvalKeys, None)
+
+
 def preview_keys() -> str:
     """Returns a line for each key that only `mlxft preview` has."""
     return _in_groups(PreviewKeys, None)
+
+
+def server_keys() -> str:
+    """Returns a line for each key that only `mlxft serve` has."""
+    return _in_groups(ServerKeys, None)
 
 
 def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
@@ -36,8 +55,27 @@ def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
 
 def generation_keys() -> str:
     """Returns a line for each key that only `mlxft generate` has."""
-    comments = _comments(GenerateConfig)
-    return "\n".join(_line(key, comments) for key in keys_of(GenerateConfig).values())
+    return _of(GenerateConfig)
+
+
+def quantization_keys() -> str:
+    """Returns a line for each key that only `mlxft quantize` has."""
+    return _of(QuantizeConfig)
+
+
+def export_keys() -> str:
+    """Returns a line for each key that only `mlxft export` has."""
+    return _of(ExportConfig)
+
+
+def chat_keys() -> str:
+    """Returns a line for each key that only `mlxft chat` has."""
+    return _of(ChatConfig)
+
+
+def _of(schema: type) -> str:
+    comments = _comments(schema)
+    return "\n".join(_line(key, comments) for key in keys_of(schema).values())
 
 
 def _comments(schema: type) -> dict[str, str]:

@@ -17,6 +17,8 @@ class ModelConfig:
     path: str = MISSING  # a folder or a hub id
     revision: Optional[str] = None  # a hub branch, tag or commit
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    new_tokens: Any = None  # texts that become one token each, ["<|call|>"]; their rows are trained
+    new_special_tokens: Any = None  # the same for markup, left out where text is shown
 
 
 @dataclass
@@ -32,9 +34,9 @@ class DataConfig:
     cache: Any = "auto"  # tokenised rows kept on disk: auto (sets of more than 4 MB) | true | false
     num_workers: Any = "auto"  # processes that tokenise: auto (for large sets as many as cores) | a number
     on_bad_row: str = "refuse"  # refuse: the first faulty row ends the command | skip: it is counted
-    max_length: int = 2048  # tokens of a row
+    max_length: int = 2048  # tokens of a row; of a pair, of its prompt with the longer answer
     truncate: str = "prompt_left"  # prompt_left | right | drop | error
-    batch_size: int = 4  # rows of a micro-batch
+    batch_size: int = 4  # rows of a micro-batch: texts, pairs or labelled answers
     batch_tokens: Optional[int] = None  # with packed: as many rows as fit so many tokens, not batch_size
     shuffle: bool = True  # false: in file order
     streaming: bool = False  # rows are read and tokenised as they are needed, never held all at once
@@ -82,8 +84,8 @@ class LossConfig:
     gamma: Optional[float] = None  # of simpo, the lead in reward that is asked for; None: 0.5
     nll_scope: str = "full"  # of orpo, the tokens of its own loss: full (prompt too) | response
     nll_weight: Optional[float] = None  # of the chosen answers' own loss; None: 1 for cpo, 0 for dpo, simpo
-    desirable_weight: float = 1.0  # of kto's good rows
-    undesirable_weight: float = 1.0  # of kto's bad rows
+    desirable_weight: float = 1.0  # of kto's answers labelled true
+    undesirable_weight: float = 1.0  # of kto's answers labelled false
     reference: str = "base"  # of dpo and kto: base (adapter off) | start (with init_from) | a model's path
     reference_scored: str = "once"  # when: once, before training and kept on disk | every_step
 
@@ -104,12 +106,15 @@ class AdapterConfig:
     rank: Optional[int] = None  # None: 8, or init_from's
     alpha: Optional[float] = None  # scale = alpha / rank; None: 2 x rank, or init_from's
     rslora: bool = False  # scale = alpha / sqrt(rank)
+    rank_by: str = "constant"  # constant | bits: a layer's rank is rank x its bits / 4, at least 2
+    ranks: dict[str, int] = field(default_factory=dict)  # {name or pattern: rank}, before rank_by
     dropout: float = 0.0  # share of the adapter's inputs set to zero
     targets: Any = None  # names or patterns of linear layers, experts too; None: all linear ones of a block
     layers: Any = "all"  # "all", or the last N: "last 8"
     modules_to_save: Any = None  # names of modules that are trained whole beside it: [norm,lm_head]
     init_from: Any = None  # an adapter's folder, mlx-lm's or PEFT's; several are added up
     init_weights: Optional[list[float]] = None  # what each of several counts; None: 1
+    any_base: bool = False  # true: init_from may have been trained on other weights than the model's
 
     @property
     def starts(self) -> list[str]:
@@ -180,6 +185,30 @@ class PreviewKeys:
 
 
 @dataclass
+class EvalConfig:
+    """The group `eval`: what `mlxft eval` does beside scoring rows, and how."""
+
+    reference: Optional[str] = None  # scored beside the model: base (adapter off) | a model's path
+    stride: Optional[int] = None  # tokens a window of long text scores; null: all but its first
+    limit: Optional[int] = None  # only the first rows, or questions of each task
+    batch_tokens: int = 4096  # tokens of one forward when choices are scored
+    chat: Optional[bool] = None  # questions as turns of the chat template; null: rows yes, tasks no
+    max_tokens: int = 256  # tokens of an answer that is written, at most
+    extract: Optional[str] = None  # a pattern: what it last finds in an answer is what counts
+    run_code: bool = False  # run what the model writes, in a sandbox, where rows have tests
+    timeout: float = 10.0  # seconds that such a program may take
+    tasks: Any = None  # of lm-eval: names, or YAML files of tasks; in place of rows
+    num_fewshot: Optional[int] = None  # of tasks: examples before each question; null: as the task says
+
+
+@dataclass
+class EvalKeys:
+    """The group that only `mlxft eval` has, beside what it shares with a training run."""
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass
 class GenerateConfig:
     """The keys of `mlxft generate` beside those of the model and the adapter."""
 
@@ -190,3 +219,78 @@ class GenerateConfig:
     top_p: float = 1.0  # the share of probability that is drawn from
     seed: int = 0  # of the draws
     thinking: bool = False  # let the model think first, where its template knows how
+
+
+@dataclass
+class ExportConfig:
+    """The keys of `mlxft export` beside those of the model, the adapter and the rows to compare on."""
+
+    to: str = MISSING  # peft | merged | gguf
+    out: str = MISSING  # a folder, new or empty
+    dtype: str = "auto"  # of dense weights that are written: auto (the base's own) | float32 | bfloat16 | ...
+    quantization: str = "mixed"  # merged, of a quantised base: mixed (changed layers dense) | none | same
+    gguf: str = "model"  # of to=gguf: model (merged) | adapter
+    limit: Optional[float] = None  # share of the adapter's effect that may be lost; None: 0.5 (same: any)
+    hub: Optional[str] = None  # USER/NAME: uploaded there afterwards
+    hub_private: Optional[bool] = None  # a new repository's visibility; None: as the account has it
+
+
+@dataclass
+class ServerConfig:
+    """The group `server`: what `mlxft serve` listens on, and how much it takes on."""
+
+    host: str = "127.0.0.1"  # the address it listens on; other machines reach 0.0.0.0
+    port: int = 8080  # 0: one that is free
+    api_key: Optional[str] = None  # what clients have to send; None: nothing. ${oc.env:NAME} keeps it unseen
+    name: Optional[str] = None  # the model's for clients; None: model.path
+    adapters: dict[str, str] = field(default_factory=dict)  # {name: folder}, mounted from the start
+    any_template: bool = False  # true: adapters may have been trained with another chat template
+    allow_mount: bool = True  # clients may mount and unmount adapters
+    temperature: float = 0.0  # of requests that say none
+    thinking: bool = False  # let the model think first where a request does not say
+    default_tokens: int = 1024  # of an answer, at most, where a request does not say
+    max_concurrent: int = 32  # answers in the making at once
+    max_queue: int = 64  # more that may wait; beyond them a request gets 429
+    max_choices: int = 8  # answers to one request (n)
+    max_messages: int = 1024  # turns of one request
+    max_body: float = 4.0  # MB of one request
+    memory_limit: Any = "auto"  # GB of arrays, the model among them; auto: 0.9 of what is free
+    prompt_cache: float = 0.5  # GB for what was computed of earlier prompts; 0: nothing is kept
+    shutdown_s: float = 30.0  # seconds that answers have to end after a signal
+
+
+@dataclass
+class ServerKeys:
+    """The group that only `mlxft serve` has."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
+class ChatConfig:
+    """The keys of `mlxft chat` beside those of the model and the adapter."""
+
+    adapters: dict[str, str] = field(default_factory=dict)  # {name: folder}, for /adapter NAME
+    system: Optional[str] = None  # a system turn; None: what the model's own template puts there
+    max_tokens: int = 1024  # tokens of an answer, at most
+    temperature: float = 0.7  # 0: always the likeliest token
+    top_p: float = 1.0  # the share of probability that is drawn from
+    seed: Optional[int] = None  # of the draws; None: by chance
+    thinking: bool = False  # let the model think first, where its template knows how
+    any_template: bool = False  # true: adapters may have been trained with another chat template
+
+
+@dataclass
+class QuantizeConfig:
+    """The keys of `mlxft quantize` beside those of the model and the rows.
+
+    data.train: what it calibrates on. data.valid: what the model is measured on, before and after.
+    """
+
+    to: str = field(default=MISSING, metadata={"rule": "to.quantize"})  # trellis | affine
+    out: str = MISSING  # a folder, new or empty
+    bits: int = 4  # a weight: trellis has 2, 3 and 4; affine 2, 3, 4, 5, 6 and 8
+    rotate: bool = True  # of trellis: rotate inputs at random, which evens out what is hard to quantise
+    block: Optional[int] = None  # of trellis: weights of a ring; None: 32 with data.train, else up to 256
+    group_size: int = 64  # of affine: weights that share a scale
+    calibration_rows: int = 32  # of data.train: how many of its rows are read

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -22,7 +23,7 @@ def settle(key: Key, value: Any) -> Any:
     """
     if value is None and key.hint is Any and key.default is not None:
         raise ValueError("null is not a value for it")
-    rule = RULES.get(key.name)
+    rule = RULES.get(key.rule or key.name)
     try:
         value = _convert(key.hint, value)
     except ValueError as error:
@@ -82,7 +83,7 @@ def _whole(value: Any) -> int:
     if not number.is_integer():
         raise ValueError(f"{_shown(value)} is not a whole number")
     if abs(number) >= 2**63:  # arrays' sizes and places have 64 bits
-        raise ValueError(f"{_shown(value)} is beyond 2^63, the largest whole number here")
+        raise ValueError(f"{_shown(value)} is out of range; whole numbers end at 2^63 here")
     return int(value) if isinstance(value, Integral) else int(number)
 
 
@@ -95,6 +96,8 @@ def _number(value: Any) -> float:
         raise ValueError(f"{_shown(value)} is not a number") from None
     if not math.isfinite(number):
         raise ValueError(f"{_shown(value)} is not a finite number")
+    if 0 < abs(number) < _SMALLEST:
+        raise ValueError(f"{_shown(value)} is 0 in the 32 bits that numbers have in training")
     return number
 
 
@@ -115,6 +118,9 @@ def _is(known: Sequence[str]) -> str:
     return "is only" if len(known) == 1 else "are"
 
 
+_SMALLEST = 2.0**-126  # float32's, but for numbers with fewer bits
+
+
 @dataclass(frozen=True)
 class Range:
     """A rule for numbers from `low` to `high`, either end left out if it is open."""
@@ -127,8 +133,9 @@ class Range:
     @property
     def bounds(self) -> str:
         """The range in words."""
-        at_least = f"more than {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        at_most = f" and less than {self.high:g}" if self.open_high else f" and at most {self.high:g}"
+        low, high = (f"{end:.0f}" if float(end).is_integer() else f"{end:g}" for end in (self.low, self.high))
+        at_least = f"more than {low}" if self.open_low else f"at least {low}"
+        at_most = f" and less than {high}" if self.open_high else f" and at most {high}"
         return at_least if self.high == math.inf else at_least + at_most
 
     def __call__(self, value: Any) -> Any:
@@ -192,6 +199,18 @@ def _targets(value: Any) -> list[str]:
     return _names(value, "layer", "[q_proj,v_proj]", "adapt all of a block's")
 
 
+def _tasks(value: Any) -> list[str]:
+    return _names(value, "task", "[arc_easy,mine.yaml]", "score rows")
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{_shown(value)} is no pattern: {error}") from None
+    return value
+
+
 def _modules(value: Any) -> list[str]:
     return _names(value, "module", "[norm,lm_head]", "train none whole")
 
@@ -208,6 +227,8 @@ def _names(value: Any, what: str, example: str, without: str) -> list[str]:
 
 def _path(value: Any) -> str:
     text = _text(value)
+    if not text.strip():
+        raise ValueError("it is empty; give a name, or leave it out")
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
@@ -261,10 +282,53 @@ def _folders(value: Any) -> str | list[str]:
     return folders[0] if len(folders) == 1 and not isinstance(folders, str) else folders
 
 
+def _ranks(value: dict[str, int]) -> dict[str, int]:
+    for name, rank in value.items():
+        if rank < 1:
+            raise ValueError(f"{name}: rank {rank} trains nothing; it must be at least 1")
+    return value
+
+
+def _repository(value: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+        raise ValueError(f"{_shown(value)} is no repository on the hub; one is written USER/NAME")
+    return value
+
+
+def _adapters(value: dict[str, str]) -> dict[str, str]:
+    """Settles {name: folder}."""
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+            raise ValueError(f"{_shown(name)} is no name: letters, digits, and . _ - after them")
+    return {name: _path(folder) for name, folder in value.items()}
+
+
+def _secret(value: str) -> str:
+    if not value or not value.isascii() or not value.isprintable() or " " in value:
+        raise ValueError("it has to be of printable ASCII characters without spaces, at least one")
+    return value
+
+
 def _weights(value: list[float]) -> list[float]:
     if not value or 0 in value:
         raise ValueError(f"{value}: each must be a number other than 0, for example [0.7,0.3]")
     return value
+
+
+def _new_tokens(value: Any) -> list[str]:
+    example = '["<|call|>","<|result|>"], each in quotes'
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{_shown(value)} is not a list of tokens; write {example}")
+    if not value:
+        raise ValueError(f"an empty list; leave the key out, or name tokens: {example}")
+    for text in value:
+        if not isinstance(text, str):
+            raise ValueError(f"{_shown(text)} is not a text; write {example}")
+        if not text.strip():
+            raise ValueError(f"{_shown(text)} is no token: it needs a character that is not white space")
+        if value.count(text) > 1:
+            raise ValueError(f"{_shown(text)} is there {value.count(text)} times; name it once")
+    return list(value)
 
 
 _COUNT = "a whole number, at least 1"
@@ -272,6 +336,8 @@ _COUNT = "a whole number, at least 1"
 RULES: dict[str, Rule] = {
     "model.path": _path,
     "model.dtype": one_of(choices.DTYPES),
+    "model.new_tokens": _new_tokens,
+    "model.new_special_tokens": _new_tokens,
     "data.train": _rows,
     "data.valid": _rows,
     "data.format": one_of(choices.FORMATS),
@@ -316,6 +382,8 @@ RULES: dict[str, Rule] = {
     "head.chunk": Range(1),
     "adapter.kind": one_of(choices.ADAPTERS),
     "adapter.rank": Range(1),
+    "adapter.rank_by": one_of(choices.RANKS_BY),
+    "adapter.ranks": _ranks,
     "adapter.alpha": Range(0, 1e6, open_low=True),
     "adapter.dropout": Range(0, 1, open_high=True),
     "adapter.targets": _targets,
@@ -336,8 +404,44 @@ RULES: dict[str, Rule] = {
     "run.dir": _path,
     "preview.rows": Range(1),
     "preview.split": one_of(choices.SPLITS),
+    "eval.reference": _path,
+    "eval.stride": Range(1),
+    "eval.limit": Range(1),
+    "eval.batch_tokens": Range(1),
+    "eval.max_tokens": Range(1),
+    "eval.extract": _pattern,
+    "eval.timeout": Range(0, 3600, open_low=True),
+    "eval.tasks": _tasks,
+    "eval.num_fewshot": Range(0),
+    "server.host": _text,
+    "server.port": Range(0, 65535),
+    "server.adapters": _adapters,
+    "server.api_key": _secret,
+    "server.temperature": Range(0),
+    "server.default_tokens": Range(1),
+    "server.max_concurrent": Range(1, 4096),
+    "server.max_queue": Range(0, 1e6),
+    "server.max_choices": Range(1, 128),
+    "server.max_messages": Range(1),
+    "server.max_body": Range(0, 1e4, open_low=True),
+    "server.memory_limit": _number_or("auto", number=_gigabytes, called=_GIGABYTES),
+    "server.prompt_cache": Range(0, _MOST_GIGABYTES),
+    "server.shutdown_s": Range(0, 1e5),
+    "adapters": _adapters,
     "max_tokens": Range(1),
     "temperature": Range(0),
     "top_p": Range(0, 1, open_low=True),
     "seed": Range(0, 2**32, open_high=True),
+    "to": one_of(choices.EXPORTS),
+    "out": _path,
+    "to.quantize": one_of(choices.QUANTIZATIONS),
+    "bits": Range(2, 8),
+    "group_size": Range(32, 128),
+    "block": Range(32, 256),
+    "calibration_rows": Range(1),
+    "dtype": one_of(choices.DTYPES),
+    "quantization": one_of(choices.EXPORTED_QUANTIZATIONS),
+    "gguf": one_of(choices.EXPORTED_GGUF),
+    "limit": Range(0),
+    "hub": _repository,
 }

@@ -172,6 +172,22 @@ def _find_words(template: ChatTemplate, row: ChatRow, text: str, turn: int) -> W
     return None
 
 
+def find_content(template: ChatTemplate, row: ChatRow, rendered: Rendered, turn: int) -> Span | None:
+    """Returns the tokens of the content of messages[turn], without its calls and its end; None if it has none
+    in the text or cannot be told from the rest."""
+    mark = next(chr(code) for code in range(FIRST_MARK, 0x10FFFF) if chr(code) not in rendered.text)
+    other = row.messages[turn] | {"content": mark}
+    try:
+        changed = template.render(row.messages[:turn] + [other] + row.messages[turn + 1 :], row.tools)
+    except Refused:
+        return None
+    before, found, after = changed.partition(mark)
+    if not found or not rendered.text.startswith(before) or not rendered.text.endswith(after):
+        return None
+    first = rendered.token_after(len(before))
+    return first, rendered.token_after(len(rendered.text) - len(after)) - 1
+
+
 def _renamed(call: dict, name: str) -> dict:
     """Returns a tool call under another name, in OpenAI's form or the bare one."""
     function = call.get("function")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxft.data.answers import find_answers
+from mlxft.data.answers import find_answers, find_content
 from mlxft.data.formats import ChatRow
 from mlxft.data.template import ChatTemplate, Refused, Rendered
 from mlxft.errors import InputError
@@ -35,11 +35,16 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any):
         self._template = ChatTemplate(tokenizer)
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template writes what tools a row has."""
+        return self._template.reads_tools
+
     def encode(self, row: ChatRow, train_on: str) -> ChatTokens:
         """Returns the row's tokens, equal to the tokenizer's own rendering, with the mask of what is trained.
 
         train_on: "assistant" (every answer and its end token), "last_assistant", or "all" (every token).
-        Turns before `row.num_context` are trained by "all" only.
+        Turns before `row.num_context` are trained by "all" only; those in `row.untrained` never.
 
         Raises:
             InputError: the template refuses the row, leaves out an answer, or hides where it lies.
@@ -69,9 +74,14 @@ class ChatEncoder:
     def _mask(self, row: ChatRow, rendered: Rendered, train_on: str) -> ChatTokens:
         mask = np.zeros(len(rendered.tokens), dtype=bool)
         if train_on == "all":
+            if row.untrained:
+                raise InputError(
+                    f"{row.where}: messages[{min(row.untrained)}] is not to be trained on, but with "
+                    "data.train_on=all every token is. Use data.train_on=assistant."
+                )
             return ChatTokens(rendered.tokens, ~mask)
         turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
-        turns = [place for place in turns if place >= row.num_context]
+        turns = [place for place in turns if place >= row.num_context and place not in row.untrained]
         if train_on == "last_assistant":
             turns = turns[-1:]
         num_unended, done = 0, -1
@@ -84,27 +94,46 @@ class ChatEncoder:
                 )
             first, done = span
             ended = self._ends(rendered, done)
-            self._check_said(row, turn, rendered, first, done - ended)
             mask[first : done + 1] = True
             num_unended += not ended
+            apart = self._words_apart(row, turn, rendered, first, done)
+            said = rendered.text_of(first, done - ended) if first <= done - ended else ""
+            self._check_said(row, turn, said)
+            if apart is not None:
+                mask[apart[0] : apart[1] + 1] = True
+                done = apart[1]
         return ChatTokens(rendered.tokens, mask, num_unended)
 
     def _ends(self, rendered: Rendered, place: int) -> bool:
         token = int(rendered.tokens[place])
         return token in self._template.end_ids or token in self._template.special_ids
 
-    def _check_said(self, row: ChatRow, turn: int, rendered: Rendered, first: int, last: int) -> None:
-        """Refuses an answer of which nothing, or not its tool calls, is among the tokens first to last."""
-        if last < first:
+    def _words_apart(
+        self, row: ChatRow, turn: int, rendered: Rendered, first: int, last: int
+    ) -> tuple[int, int] | None:
+        """Returns the tokens of a calling turn's words where they stand outside of first to last.
+
+        Some templates write them after the result of the call.
+        """
+        message = row.messages[turn]
+        words = message.get("content")
+        if not message.get("tool_calls") or not isinstance(words, str) or not words.strip():
+            return None
+        if words.strip() in rendered.text_of(first, last):
+            return None
+        return find_content(self._template, row, rendered, turn)
+
+    def _check_said(self, row: ChatRow, turn: int, said: str) -> None:
+        """Refuses an answer of which nothing, or not its tool calls, is in the text `said`."""
+        if not said:
             raise InputError(
                 f"{row.where}: the model's chat template writes nothing of messages[{turn}], so there is "
                 "nothing to train on. A turn of tool calls needs a model whose template knows tools."
             )
-        calls = row.messages[turn].get("tool_calls")
-        if not calls:
-            return
-        said = rendered.text_of(first, last)
-        for call in calls:
+        message = row.messages[turn]
+        if isinstance(message.get("content"), str):  # its words may name what it calls
+            said = said.replace(message["content"].strip(), "", 1)
+        for call in message.get("tool_calls") or ():
             function = call.get("function")
             name = function.get("name") if isinstance(function, dict) else call.get("name")
             if isinstance(name, str) and name not in said:

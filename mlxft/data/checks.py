@@ -8,6 +8,7 @@ from mlxft.data.sources import Row
 from mlxft.errors import InputError
 
 ROLES = ("system", "user", "assistant", "tool")
+TRAIN_FLAGS = ("train", "weight")  # of a turn: true or false; OpenAI's name for it, 1 or 0
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # an assistant turn may hold only this and a call
 
 Message = dict[str, Any]
@@ -43,6 +44,9 @@ def _check_message(message: Any, name: str, where: str) -> None:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise InputError(f"{where}: {name}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.")
+    for flag in TRAIN_FLAGS:
+        if flag in message:
+            _check_flag(message[flag], f"{name}.{flag}", role, where)
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InputError(f"{where}: {name}.tool_calls is {kind_of(calls)}; it must be a list of objects.")
@@ -54,6 +58,15 @@ def _check_message(message: Any, name: str, where: str) -> None:
     says_more = role == "assistant" and (calls or any(message.get(key) for key in _REASONING))
     if role in ("user", "assistant") and not content.strip() and not says_more:
         raise InputError(f"{where}: {name}.content is empty. Write the {role}'s turn, or leave the row out.")
+
+
+def _check_flag(value: Any, name: str, role: str, where: str) -> None:
+    kinds = (bool,) if name.endswith("train") else (int, float)
+    if type(value) not in kinds or value not in (0, 1):
+        wanted = "true or false" if kinds == (bool,) else "1 or 0"
+        raise InputError(f"{where}: {name} is {shown(value)}; it must be {wanted}: train on the turn or not.")
+    if value and role != "assistant":
+        raise InputError(f"{where}: {name} is {shown(value)}, but only the assistant's turns are trained on.")
 
 
 def checked_tools(row: Row) -> list[dict[str, Any]] | None:

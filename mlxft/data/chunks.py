@@ -5,17 +5,18 @@ What is made depends on nothing but the rows and the task, so chunks may be made
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlxft.data.encode import RowEncoder
 from mlxft.data.example import Example
 from mlxft.data.files import Raw
-from mlxft.data.formats import Form, check_same, type_row
+from mlxft.data.formats import ChatRow, CompletionRow, Form, check_same, type_row
 from mlxft.data.pairs import fit_pair, split_pair, split_unpaired
 from mlxft.data.preferences import PairRow, UnpairedRow, type_pair, type_unpaired
 from mlxft.data.rows import AnyRow, Block, Place, block_of
 from mlxft.data.sources import Part, Row, no_rows, row_of
+from mlxft.data.template import has_chat_template
 from mlxft.data.truncate import Limit, fit
 from mlxft.errors import InputError
 
@@ -64,6 +65,8 @@ class Tally:
     num_skipped: int = 0
     num_unended: int = 0
     num_identical: int = 0
+    num_tools_unread: int = 0
+    num_untemplated: int = 0
     dropped: Counter = field(default_factory=Counter)
     truncated: Counter = field(default_factory=Counter)
     dropped_at: dict[Place, str] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Adds what became of later rows."""
-        for name in ("num_rows", "num_skipped", "num_unended", "num_identical"):
+        for name in (each.name for each in fields(self) if each.name.startswith("num_")):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.dropped.update(other.dropped)
         self.truncated.update(other.truncated)
@@ -161,9 +164,19 @@ class ChunkEncoder:
                 rows.append(outcome[0])
                 kept.append(place)
         tally.num_unended = self._encoder.num_unended - before
+        self._count_unread(typed, tally)
         if self._task.kind == "pairs":
             tally.num_identical = sum(row.is_identical for row in rows)
         return block_of(self._task.kind, rows, kept), tally
+
+    def _count_unread(self, typed: list[Any], tally: Tally) -> None:
+        """Counts rows with tools that the chat template doesn't know, and text that it isn't put around."""
+        for row in typed:
+            answer = getattr(row, "chosen", getattr(row, "answer", row))
+            if isinstance(answer, ChatRow) and answer.tools:
+                tally.num_tools_unread += not self._encoder.reads_tools
+            elif isinstance(answer, CompletionRow):
+                tally.num_untemplated += has_chat_template(self._tokenizer)
 
     def _typed(self, place: Place, raw: Raw) -> Any:
         task = self._task

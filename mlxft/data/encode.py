@@ -27,6 +27,12 @@ class RowEncoder:
         self._text: TextEncoder | None = None
         self.num_unended = 0
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template writes what tools a row has."""
+        self._chat = self._chat or ChatEncoder(self._tokenizer)
+        return self._chat.reads_tools
+
     def encode_all(self, rows: Sequence[TypedRow]) -> list[Encoded | InputError]:
         """Returns tokens and mask of each row, or why a row cannot be encoded.
 

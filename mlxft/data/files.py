@@ -26,6 +26,7 @@ from mlxft.resources import bundled_data
 BUNDLED = "bundled:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files that a folder's rows are read from; also .gz
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _BOM = b"\xef\xbb\xbf"
 _READ_BYTES = 1 << 20
 _WHITE = re.compile(r"[ \t\n\r]*")
@@ -234,6 +235,12 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def on_hub(path: str) -> bool:
+    """Tells whether a name leads nowhere here and is written as a data set on the hub is, owner/name."""
+    is_id = _HUB_ID.fullmatch(path) is not None and suffix_of(Path(path)) not in SUFFIXES
+    return is_id and not path_of(path).exists()
 
 
 def path_of(name: str) -> Path:

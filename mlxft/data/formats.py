@@ -5,6 +5,7 @@ from typing import Any
 
 from mlxft.config.choices import FORMATS
 from mlxft.data.checks import (
+    TRAIN_FLAGS,
     checked_answer,
     checked_messages,
     checked_tokens,
@@ -46,12 +47,20 @@ FORMS = (
     Form("tokens", "examples", ("input_ids",), ("completion_mask",)),
     Form("tokens", "pairs", ("prompt_ids", "chosen_ids", "rejected_ids")),
     Form("tokens", "unpaired", ("prompt_ids", "completion_ids", "label")),
+    Form("choices", "questions", ("question", "choices", "answer"), ("system",)),
+    Form("answer", "questions", ("question", "answer"), ("system",)),
+    Form("code", "questions", ("prompt", "test", "entry_point")),
 )
 KNOWN_KEYS = tuple(dict.fromkeys(key for form in FORMS for key in form.required + form.optional))
 
 # What rows become, and the objectives that train on it.
 OBJECTIVES = {"examples": ("sft",), "pairs": ("dpo", "orpo", "cpo", "simpo"), "unpaired": ("kto",)}
-_IS = {"examples": "a text to learn", "pairs": "a pair of answers", "unpaired": "an answer with a label"}
+_IS = {
+    "examples": "a text to learn",
+    "pairs": "a pair of answers",
+    "unpaired": "an answer with a label",
+    "questions": "a question with an answer to check",
+}
 _NEEDS = {
     "examples": "'messages', 'prompt' and 'completion', 'instruction' and 'output', 'conversations', or "
     "'text'",
@@ -62,12 +71,16 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Turns for a chat template. num_context: how many of the first turns are only read, never trained on."""
+    """Turns for a chat template. num_context: how many of the first turns are only read, never trained on.
+
+    untrained: places of other answers that are only read.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     num_context: int
     where: str
+    untrained: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,21 @@ class TokenRow:
     tokens: list[int]
     mask: list[bool]
     where: str
+
+
+def chat_row(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, num_context: int, where: str
+) -> ChatRow:
+    """Returns checked turns as a row; what they say of whether to train on them stays out of the template."""
+    if not any(flag in message for message in messages for flag in TRAIN_FLAGS):
+        return ChatRow(messages, tools, num_context, where)
+    untrained = frozenset(
+        place
+        for place, message in enumerate(messages)
+        if message["role"] == "assistant" and not all(message.get(flag, True) for flag in TRAIN_FLAGS)
+    )
+    plain = [{key: value for key, value in each.items() if key not in TRAIN_FLAGS} for each in messages]
+    return ChatRow(plain, tools, num_context, where, untrained)
 
 
 TypedRow = ChatRow | CompletionRow | TextRow | TokenRow
@@ -127,9 +155,11 @@ def check_kind(row: Row, form: Form, kind: str) -> None:
     """Raises InputError when rows of this form do not become `kind`, naming the objective that they fit."""
     if form.kind == kind:
         return
+    trains = form.kind in OBJECTIVES
+    use = f"trainer.objective={_either(OBJECTIVES[form.kind])}" if trains else "mlxft eval"
     raise InputError(
         f"{row.where}: this row is {_IS[form.kind]} ({listed(form.required)}), which is for "
-        f"trainer.objective={_either(OBJECTIVES[form.kind])}. Rows for {_either(OBJECTIVES[kind])} have "
+        f"{use}. Rows for {_either(OBJECTIVES[kind])} have "
         f"{_NEEDS[kind]}.{_other_use(row, form) if kind == 'examples' else ''}"
     )
 
@@ -160,6 +190,8 @@ def _other_use(row: Row, form: Form) -> str:
     prompt, chosen = row.values.get("prompt"), row.values.get("chosen")
     if "messages" in row.values:
         return " To train on its messages: data.format=messages."
+    if form.format == "answer":
+        return " To train on the answers: data.columns={prompt: question, completion: answer}."
     if form.format == "unpaired":
         return " To train on every completion, whatever its label: data.format=completion."
     if isinstance(chosen, (str, list)) and type(prompt) is type(chosen):
@@ -199,7 +231,7 @@ def type_row(row: Row, format: str, vocab_size: int) -> TypedRow:
     check_keys(row, next(form for form in FORMS if (form.format, form.kind) == (format, "examples")))
     if format == "messages":
         messages = checked_answer(row.values["messages"], "messages", row.where)
-        return ChatRow(messages, checked_tools(row), 0, row.where)
+        return chat_row(messages, checked_tools(row), 0, row.where)
     if format == "alpaca":
         return ChatRow(alpaca_messages(row), None, 0, row.where)
     if format == "sharegpt":
@@ -216,7 +248,7 @@ def _completion_row(row: Row) -> ChatRow | CompletionRow:
     if isinstance(prompt, list) and isinstance(completion, list):
         context = checked_messages(prompt, "prompt", where)
         answer = checked_answer(completion, "completion", where)
-        return ChatRow(context + answer, checked_tools(row), len(context), where)
+        return chat_row(context + answer, checked_tools(row), len(context), where)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise InputError(
             f"{where}: prompt is {kind_of(prompt)} and completion is {kind_of(completion)}. "

@@ -17,7 +17,7 @@ from mlxft.data.checks import (
     filled_text,
     shown,
 )
-from mlxft.data.formats import ChatRow, CompletionRow, Form, TokenRow, check_keys
+from mlxft.data.formats import ChatRow, CompletionRow, Form, TokenRow, chat_row, check_keys
 from mlxft.data.json_row import kind_of
 from mlxft.data.sources import Row
 from mlxft.errors import InputError
@@ -99,7 +99,7 @@ def _answer_rows(row: Row, keys: tuple[str, ...]) -> list[AnswerRow]:
     if system:
         context = _with_system(system, context, row.where)
     tools = checked_tools(row)
-    return [ChatRow(context + answers[key], tools, len(context), _branch(row, key, keys)) for key in keys]
+    return [chat_row(context + answers[key], tools, len(context), _branch(row, key, keys)) for key in keys]
 
 
 def _are_text(answers: dict[str, Any], where: str) -> bool:
@@ -158,7 +158,21 @@ def _split_turns(
             f"{where}: {' and '.join(answers)} have no turn in common to begin with, and the row has no "
             "prompt of messages. Give the prompt, or let both conversations begin with it."
         )
-    return turns[0][:num_shared], _after(num_shared, answers, where)
+    context = turns[0][:num_shared]
+    if isinstance(prompt, str):
+        _check_repeats(prompt, context, answers, where)
+    return context, _after(num_shared, answers, where)
+
+
+def _check_repeats(prompt: str, context: list[Message], answers: _Answers, where: str) -> None:
+    """Refuses a prompt that is none of what the user says in the turns that the conversations begin with."""
+    asked = [turn["content"] for turn in context if turn["role"] == "user"]
+    if not prompt.strip() or any(isinstance(text, str) and text.strip() == prompt.strip() for text in asked):
+        return
+    raise InputError(
+        f"{where}: prompt is {shown(prompt)}, which the user says nowhere in what {' and '.join(answers)} "
+        "begin with in common. They are whole conversations: take the prompt out, or make it the same."
+    )
 
 
 def _after(num_shared: int, answers: _Answers, where: str) -> _Answers:

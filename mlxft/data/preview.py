@@ -3,7 +3,9 @@
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Optional
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -20,8 +22,13 @@ from mlxft.data.rows import TokenRows
 from mlxft.data.sources import sets_of
 from mlxft.data.token_text import TokenReader
 from mlxft.errors import EXIT_DONE
-from mlxft.models.load import load_tokenizer, vocabulary_size
-from mlxft.models.resolve import resolve
+from mlxft.models.adapters import read_adapter
+from mlxft.models.new_tokens import load_vocabulary
+from mlxft.models.resolve import checked_folder, is_hub_id, resolve
+from mlxft.training.folder import continued
+from mlxft.training.inputs import check_steps, needs_tokenizer
+from mlxft.training.resume import Continuation
+from mlxft.training.windows import Windows
 
 _MARKS, _PLAIN_MARKS = ("⟦", "⟧"), ("[[", "]]")  # around what is trained on
 _TRAINED, _HEADING = "bold green", "bold"
@@ -59,22 +66,46 @@ def main(overrides: list[str]) -> int:
     from mlxft.config import compose
 
     composed = compose(overrides, command="preview")
-    config, wanted = composed.config, composed.preview
+    config, wanted = composed.config, composed.own.preview
+    continuation = continued(composed.run_name, asdict(config))
+    _check_folders(config)
     folder = resolve(config.model.path, config.model.revision, with_weights=False)
-    tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
+    vocabulary = load_vocabulary(config, folder, required=needs_tokenizer(config))
     source = config.data.train if wanted.split == "train" else config.data.valid
     sets = sets_of(source, config.data, validates=wanted.split == "valid")
     is_streamed = config.data.streaming and wanted.split == "train"
     is_whole = not (is_streamed or is_large(sets))
-    arguments = (config.trainer.objective, sets, config.data, tokenizer, vocabulary_size(folder))
+    arguments = (config.trainer.objective, sets, config.data, vocabulary.tokenizer, vocabulary.size)
     rows, report = load_for(*arguments) if is_whole else load_first(*arguments, wanted.rows)
+    if wanted.split == "train":
+        _check_steps(rows if is_whole else None, config, continuation)
     ends = _ending(rows, report, config, wanted, is_whole)  # first: it may find fault
-    preview = _Preview(config, wanted, TokenReader(tokenizer), report)
+    preview = _Preview(config, wanted, TokenReader(vocabulary.tokenizer), report)
     preview.begin(len(rows))
     for row in rows[: wanted.rows]:
         preview.show(row)
     preview.end(ends)
     return EXIT_DONE
+
+
+def _check_folders(config: Config) -> None:
+    """Refuses an adapter to begin with, or a reference, that is not there, as training does."""
+    for folder in config.adapter.starts:
+        read_adapter(folder)
+    named = config.loss.reference
+    is_fetched = is_hub_id(named) and not Path(named).expanduser().exists()
+    if named not in ("base", "start") and not is_fetched:
+        checked_folder(Path(named).expanduser(), "loss.reference")
+
+
+def _check_steps(rows: Optional[TokenRows], config: Config, continuation: Optional[Continuation]) -> None:
+    """Refuses a run of too few steps, as training does. rows: None where not all of them are known."""
+    trainer, total = config.trainer, config.trainer.max_steps
+    if rows is not None:
+        order = order_of(rows, config.data, trainer.seed, mixture_in(rows, config.data, trainer.seed))
+        total = Windows(rows, order, trainer.accumulate).total_steps(total, trainer.epochs)
+    if total is not None:
+        check_steps(config, total, continuation)
 
 
 def _ending(

@@ -1,7 +1,7 @@
 """What became of a set's rows on the way to training, in numbers and in sentences."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from mlxft.data.rows import TokenRows
 from mlxft.errors import InputError
 
 _SKIPPED_SHOWN = 5
+_NAMES = {"pairs": "pair", "unpaired": "labelled answer"}  # of a row, by what rows become
 
 
 @dataclass
@@ -23,6 +24,8 @@ class DataReport:
     of the prompts of pairs and unpaired rows. max_length, median_length: of a row in tokens, of a pair with
     its longer answer. num_identical: pairs of equal answers. num_wanted: answers with the label true.
     num_unended: answers without an end token. num_skipped: faulty rows that were passed over.
+    num_tools_unread: rows with tools that the chat template doesn't write. num_untemplated: rows of text, of
+    a model that has a chat template.
     """
 
     source: str
@@ -45,15 +48,15 @@ class DataReport:
     num_wanted: int = 0
     num_unended: int = 0
     num_skipped: int = 0
+    num_tools_unread: int = 0
+    num_untemplated: int = 0
 
     def add(self, task: Task, tally: Tally) -> None:
         """Adds what became of a set's rows."""
         if task.form.format not in self.format.split(" and "):
             self.format = " and ".join(filter(None, (self.format, task.form.format)))
-        self.num_rows += tally.num_rows
-        self.num_skipped += tally.num_skipped
-        self.num_unended += tally.num_unended
-        self.num_identical += tally.num_identical
+        for name in (each.name for each in fields(tally) if each.name.startswith("num_")):
+            setattr(self, name, getattr(self, name) + getattr(tally, name))
         self.dropped.update(tally.dropped)
         self.truncated.update(tally.truncated)
         for name in ("dropped_at", "truncated_at", "skipped_at"):
@@ -109,11 +112,29 @@ class DataReport:
                 f"answers that this chat template ends with no token: {self.num_unended:,}; "
                 "they do not teach the model where to stop"
             )
+        if self.num_tools_unread:
+            lines.append(
+                f"rows with tools, which this chat template does not write: {self.num_tools_unread:,}; the "
+                "model learns their answers without having been told of the tools"
+            )
+        if self.num_untemplated:
+            lines.append(
+                f"rows of plain text: {self.num_untemplated:,}; the model's chat template is not put around "
+                "them. Give prompts and answers as messages for a model that is to chat"
+            )
         return lines
+
+    def _named(self) -> str:
+        """Returns how many rows there are and what they are: 3 pairs, 1 text, 2 rows of messages."""
+        name = _NAMES.get(self.kind) or ("text" if self.format == "text" else None)
+        if name is None:
+            return f"{_rows(self.num_rows)} of {self.format}"
+        of_tokens = " of tokens" if self.format == "tokens" else ""
+        return f"{self.num_rows:,} {name}{'s' * (self.num_rows != 1)}{of_tokens}"
 
     def _sizes(self) -> list[str]:
         share = 100 * self.num_supervised / max(self.num_tokens, 1)
-        size = f"{self.source}: {_rows(self.num_rows)} of {self.format}, {self.num_tokens:,} tokens"
+        size = f"{self.source}: {self._named()}, {self.num_tokens:,} tokens"
         spread = f"median {self.median_length:,.0f}, longest {self.max_length:,} tokens"
         if self.kind == "pairs":
             return [

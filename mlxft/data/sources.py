@@ -10,13 +10,12 @@ from typing import Any, Protocol
 
 from mlxft.config.choices import SET_KEYS
 from mlxft.config.schema import DataConfig
-from mlxft.data.files import BUNDLED, SUFFIXES, Cells, Raw, data_file, path_of, suffix_of
+from mlxft.data.files import BUNDLED, SUFFIXES, Cells, Raw, data_file, on_hub, path_of, suffix_of
 from mlxft.data.json_row import parse_row
 from mlxft.errors import InputError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEVER_TEXT = frozenset(
-    ("messages", "conversations", "tools", "history", "label", "input_ids", "completion_mask")
+    ("messages", "conversations", "tools", "history", "label", "input_ids", "completion_mask", "choices")
     + ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 )
 # A split by the names that files of a folder have, as data sets on the hub name them.
@@ -138,12 +137,6 @@ def _split_of(path: Path) -> str:
         if match:
             return match.lastgroup or ""
     return ""
-
-
-def on_hub(path: str) -> bool:
-    """Tells whether a name leads nowhere here and is written as a data set on the hub is, owner/name."""
-    is_id = _HUB_ID.fullmatch(path) is not None and suffix_of(Path(path)) not in SUFFIXES
-    return is_id and not path_of(path).exists()
 
 
 def sets_of(source: Any, cfg: DataConfig, validates: bool = False) -> list[RowSet]:

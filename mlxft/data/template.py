@@ -48,6 +48,11 @@ def huggingface_tokenizer(tokenizer: Any) -> Any:
     return tokenizer._tokenizer if type(tokenizer).__name__ == "TokenizerWrapper" else tokenizer
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Tells whether a tokenizer, mlx-lm's or transformers', has a chat template."""
+    return bool(getattr(tokenizer, "has_chat_template", getattr(tokenizer, "chat_template", None)))
+
+
 def stop_token_ids(tokenizer: Any) -> set[int]:
     """Returns the ids that stop generation: mlx-lm's set where there is one, else the tokenizer's EOS."""
     ids = getattr(tokenizer, "eos_token_ids", None)  # transformers' own tokenizers give one number here
@@ -61,6 +66,7 @@ class ChatTemplate:
     prompts: the generation prompts, with thinking on and off. end_ids: tokens that close an answer.
     closing_length: characters from an answer's words to the end of that token.
     added_ids, special_ids: tokens outside the plain text vocabulary; those that are markup only.
+    reads_tools: whether it writes what tools a conversation has.
 
     Raises:
         InputError: the tokenizer has no chat template, or cannot tell which characters a token is.
@@ -69,7 +75,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.inner = huggingface_tokenizer(tokenizer)
-        if not getattr(tokenizer, "has_chat_template", getattr(tokenizer, "chat_template", None)):
+        if not has_chat_template(tokenizer):
             raise InputError(
                 "The model's tokenizer has no chat template, and rows of messages need one. Use an instruct "
                 "model, or give the rows as prompt and completion or as text (data.format)."
@@ -86,6 +92,7 @@ class ChatTemplate:
         self.end_ids = set(self.stop_ids)
         self.closing_length = 0
         self.prompts: set[str] = set()
+        self.reads_tools = False
         self._tokenise = Tokeniser(self.inner)
         self._pieces: dict[tuple[str, ...], list[str] | None] = {}
         self._probe()
@@ -150,6 +157,7 @@ class ChatTemplate:
                 self.end_ids.add(other[0])
                 self.closing_length = max(closing[2], other[2])
         self._probe_call(user)
+        self._probe_tools([user, answer])
 
     def _probe_call(self, user: dict) -> None:
         """Learns the token that closes a turn of tool calls, which some templates close differently."""
@@ -164,6 +172,16 @@ class ChatTemplate:
         last = int(tokens[-1]) if len(tokens) else None
         if "look" in text and last in self.special_ids:
             self.end_ids.add(last)
+
+    def _probe_tools(self, turns: list[dict]) -> None:
+        place = {"type": "string", "description": "where"}
+        parameters = {"type": "object", "properties": {"at": place}, "required": ["at"]}
+        function = {"name": "look", "description": "Looks.", "parameters": parameters}
+        try:
+            with_tools = self.render(turns, [{"type": "function", "function": function}])
+        except Refused:
+            return
+        self.reads_tools = "look" in with_tools
 
     def _first_added(self, text: str) -> tuple[int, int, int] | None:
         """Returns (id, start, end) of the first added token in `text`."""

@@ -5,8 +5,11 @@ that can let the model think first is told not to (`enable_thinking=False`): row
 hold thoughts, and an answer must not use up its tokens on them. `thinking=true` turns it on.
 """
 
+import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Iterator, Optional
 
 import mlx.core as mx
@@ -15,6 +18,9 @@ from mlx_lm.generate import GenerationResponse, stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from mlxft.errors import EXIT_DONE, InputError
+from mlxft.sizes import written
+
+log = logging.getLogger("mlxft")
 
 
 @dataclass(frozen=True)
@@ -31,30 +37,68 @@ class Sampling:
     seed: int = 0
 
 
-def main(overrides: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Prints the answer on stdout and speeds on stderr; returns the exit code.
+
+    --compare: the base's answer and the adapter's, side by side.
 
     Raises: InputError for a wrong configuration, model or adapter.
     """
     from mlxft.config import compose
     from mlxft.evaluation.adapted import load_adapted
-    from mlxft.models.load import load_tokenizer
+    from mlxft.models.new_tokens import load_vocabulary
     from mlxft.models.resolve import resolve
 
-    composed = compose(overrides, command="generate")
-    wanted = composed.generate
+    compares = "--compare" in arguments
+    composed = compose([text for text in arguments if text != "--compare"], command="generate")
+    wanted = composed.own
+    if compares and composed.config.adapter.init_from is None:
+        raise InputError("--compare: there is no adapter to compare; give adapter.init_from=FOLDER")
     folder = resolve(composed.config.model.path, composed.config.model.revision)
-    tokenizer = load_tokenizer(folder)
+    vocabulary = load_vocabulary(composed.config, folder)
+    tokenizer = vocabulary.tokenizer
     prompt = prompt_tokens(tokenizer, wanted.prompt, wanted.system, wanted.thinking)
-    model = load_adapted(composed.config, folder)
+    model = load_adapted(composed.config, folder, vocabulary.new)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed)
+    if compares:
+
+        def ask(each: nn.Module) -> str:
+            return "".join(part.text for part in stream(each, tokenizer, prompt, sampling)).strip()
+
+        _print_both(*both(model, composed.config, folder, ask))
+        return EXIT_DONE
     last = None
     for part in stream(model, tokenizer, prompt, sampling):
         print(part.text, end="", flush=True)
         last = part
     print(flush=True)
-    print(_speeds(last), file=sys.stderr)
+    log.info("%s", _speeds(last))
     return EXIT_DONE
+
+
+def both(adapted: nn.Module, config: Any, folder: Path, ask: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
+    """Returns what `ask` gets of the base, and of the model with its adapter.
+
+    config: with the adapter in it. folder: the base's.
+    """
+    from mlxft.evaluation.adapted import base_of
+    from mlxft.models.decoder import view
+
+    made, of_adapted = view(adapted), ask(adapted)
+    with base_of(made, config, folder)(made) as base:
+        return ask(base.model), of_adapted
+
+
+def _print_both(base: str, adapted: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not (sys.stdout and sys.stdout.isatty()):
+        print(f"base: {base}\n\nadapter: {adapted}", flush=True)
+        return
+    table = Table("base", "adapter", show_lines=True)
+    table.add_row(base, adapted)
+    Console().print(table, markup=False)
 
 
 def answer(model: nn.Module, tokenizer: Any, question: str, max_tokens: int) -> str:
@@ -113,5 +157,5 @@ def _speeds(last: GenerationResponse) -> str:
     return (
         f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:,.0f} tokens/s  "
         f"answer: {last.generation_tokens} tokens, {last.generation_tps:,.1f} tokens/s  "
-        f"peak {last.peak_memory:.2f} GB{why}"
+        f"peak {written(last.peak_memory * 1e9)}{why}"
     )

@@ -40,8 +40,8 @@ class Evaluation:
     def lines(self) -> list[tuple[str, str]]:
         """Returns (name, value) as text, for people."""
         return [
-            ("loss", f"{self.loss:.4f}{_plus_minus(self.loss_stderr, 4)} nats a token"),
-            ("perplexity", f"{self.perplexity:,.2f}{_plus_minus(self.perplexity_stderr, 2)}"),
+            ("loss", f"{self.loss:.4f}{plus_minus(self.loss_stderr, 4)} nats a token"),
+            ("perplexity", f"{self.perplexity:,.2f}{plus_minus(self.perplexity_stderr, 2)}"),
             ("tokens", f"{self.tokens:,} supervised"),
             ("seconds", f"{self.seconds:.1f} ({self.tokens / self.seconds:,.0f} tokens/s)"),
         ]
@@ -56,7 +56,7 @@ def evaluate(decoder: DecoderView, batches: Iterable[Sequence[Example]], objecti
     """
     began = time.perf_counter()
     losses = [_token_losses(decoder, batch, objective) for batch in batches]
-    return _summed_up(np.concatenate(losses), time.perf_counter() - began)
+    return summed_up(np.concatenate(losses), time.perf_counter() - began)
 
 
 def _token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft) -> np.ndarray:
@@ -67,18 +67,25 @@ def _token_losses(decoder: DecoderView, batch: Sequence[Example], objective: Sft
     return -np.array(logps, dtype=np.float64)[: int(counts["tokens"])]  # without what rounds up
 
 
-def _summed_up(losses: np.ndarray, seconds: float) -> Evaluation:
+def summed_up(losses: np.ndarray, seconds: float) -> Evaluation:
+    """Returns the evaluation of tokens with these losses (M,). Raises: GuardStop where one isn't finite."""
     loss = float(losses.mean())
     if not math.isfinite(loss):
         raise GuardStop(
             f"the loss is not finite: {np.sum(~np.isfinite(losses)):,} of {len(losses):,} tokens have "
             "none. The weights may hold inf or nan, or model.dtype be too narrow for them"
         )
-    loss_stderr = float(losses.std(ddof=1) / math.sqrt(len(losses))) if len(losses) > 1 else None
+    loss_stderr = standard_error(losses)
     perplexity = math.exp(min(loss, _HIGHEST_LOSS))
     perplexity_stderr = None if loss_stderr is None else perplexity * loss_stderr
     return Evaluation(loss, loss_stderr, perplexity, perplexity_stderr, len(losses), seconds)
 
 
-def _plus_minus(error: Optional[float], digits: int) -> str:
+def standard_error(values: np.ndarray) -> Optional[float]:
+    """Returns the standard error of the mean of values (M,) as if they were independent, None for one."""
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def plus_minus(error: Optional[float], digits: int) -> str:
+    """Returns " ± 0.12" for a standard error, nothing for none."""
     return "" if error is None else f" ± {error:,.{digits}f}"

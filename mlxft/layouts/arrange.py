@@ -100,6 +100,41 @@ def _prefix_shared(groups: Sequence[Group], multiple: int) -> Arrangement:
     return line.arrangement(multiple)
 
 
+def tree(rows: Sequence[np.ndarray], multiple: int = 1) -> Arrangement:
+    """Returns rows (L,) int32 end to end, every beginning that some of them share forwarded once.
+
+    A row goes on from where it parts with the row before it, and that one with its own, to any depth: rows in
+    lexicographic order share the most. Whole blocks of `multiple` tokens are shared, as with prefix_shared.
+    """
+    line, before, chain = _Line(), np.zeros(0, np.int32), []
+    for row in rows:
+        same = num_same(before, row[:-1]) // multiple * multiple
+        seen = _beginning(chain, same)
+        own = line.add(row[same:-1], position=same, sees=seen)
+        line.round_up(multiple)
+        chain = [*seen, own] if len(own) else seen
+        before = row[:-1]
+        line.places.append(np.concatenate([*seen, own]))
+    return line.arrangement(multiple)
+
+
+def num_same(first: np.ndarray, second: np.ndarray) -> int:
+    """Returns how many tokens two rows begin alike with."""
+    length = min(len(first), len(second))
+    differ = np.flatnonzero(first[:length] != second[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _beginning(chain: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, ...]:
+    """Returns the first `length` places of a row whose places are the runs of `chain`, run by run."""
+    kept = []
+    for run in chain:
+        if length > 0:
+            kept.append(run[:length])
+        length -= len(run)
+    return tuple(kept)
+
+
 def _rows(groups: Sequence[Group]) -> list[np.ndarray]:
     return [np.concatenate([group.prompt, branch]) for group in groups for branch in group.branches]
 

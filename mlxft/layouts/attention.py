@@ -4,13 +4,13 @@ Shapes: B rows, N query heads, K key heads, Q queries, S keys, D head width, W w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import mlx.core as mx
 
 from mlxft.backend import backend, shape_multiple
-from mlxft.layouts.blocks import causal_in_blocks
+from mlxft.layouts.blocks import in_blocks
 from mlxft.layouts.fold import folding
 from mlxft.layouts.pieces import Layout, Span
 
@@ -135,7 +135,7 @@ def _causal(q, k, v, how: LayerAttention) -> mx.array:
 
     most = _most_rows(q, k, how.repeatable)
     if q.shape[2] > most:
-        return causal_in_blocks(call, q, k, v, how.sinks, most)
+        return in_blocks(call, q, k, v, how.sinks, most)
     return call(q, k, v, *(() if how.sinks is None else (how.sinks,)))
 
 
@@ -174,10 +174,28 @@ def _causal_mask(num_queries: int, num_keys: int) -> mx.array:
     return mx.arange(num_keys)[None] <= row
 
 
-def _windowed(q, k, v, how: LayerAttention) -> mx.array:
-    """Causal within a sliding window: blocks of W queries, each against two windows of keys.
+def queries_in_windows(rows: int, num_heads: int, window: int) -> int:
+    """Returns how many queries with a sliding window go through one call at most, of so many rows."""
+    most = max(_SCORES_BYTES[backend()] // (4 * rows * num_heads * 2 * window), _FEWEST_ROWS)
+    return most - most % window if most > window else most
 
-    All blocks but the first have the same mask (W, 2W) and go through one call.
+
+def _windowed(q, k, v, how: LayerAttention) -> mx.array:
+    """Causal within a sliding window, at once or, where that takes too much, in blocks."""
+
+    def call(q, k, v, *sinks):
+        return _in_windows(q, k, v, replace(how, sinks=sinks[0] if sinks else None))
+
+    most = queries_in_windows(q.shape[0], q.shape[1], how.window)
+    if q.shape[2] > most:
+        return in_blocks(call, q, k, v, how.sinks, most, how.window)
+    return _in_windows(q, k, v, how)
+
+
+def _in_windows(q, k, v, how: LayerAttention) -> mx.array:
+    """Every W queries against two windows of keys.
+
+    All but the first W have the same mask (W, 2W) and go through one call.
     """
     window, num_queries, before = how.window, q.shape[2], k.shape[2] - q.shape[2]
     if before > window:  # nobody sees further back

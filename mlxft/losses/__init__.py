@@ -8,7 +8,9 @@ from mlxft.losses.linear_cross_entropy import (
     linear_cross_entropy,
     linear_logps,
     stepped_cross_entropy,
+    stepped_divergence,
     stepped_gradients,
+    stepped_scores,
 )
 from mlxft.losses.log_probabilities import row_sums
 from mlxft.losses.orpo import log_odds_ratio, orpo_loss, orpo_metrics
@@ -34,5 +36,7 @@ __all__ = [
     "sft_loss",
     "simpo_loss",
     "stepped_cross_entropy",
+    "stepped_divergence",
     "stepped_gradients",
+    "stepped_scores",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _chunked(head: Head, targets: mx.array, chunk: int) -> Callable:
         params, hidden = primals
         d_params, parts = params, []
         for span in spans:
-            rows = mx.depends(hidden[span], parts[-1]) if parts else hidden[span]
+            rows = _after(hidden[span], parts[-1:], d_params) if parts else hidden[span]
             _, (part, d_rows) = _part(head, params, rows, targets[span], -cotangent[span])
             d_params = tree_map(mx.add, d_params, part) if parts else part
             parts.append(d_rows)
@@ -147,7 +147,7 @@ def _with_gradient(head: Head, targets: mx.array, weights: mx.array, chunk: int)
         loss, d_params, parts = mx.zeros(()), params, []
         for span in _spans(targets, chunk):
             # The loss too: what it is made of would otherwise wait, with the chunk's logits, for the end.
-            rows = mx.depends(hidden[span], [loss, parts[-1]]) if parts else hidden[span]
+            rows = _after(hidden[span], [loss, parts[-1]], d_params) if parts else hidden[span]
             part, (d_part, d_rows) = _part(head, params, rows, targets[span], weights[span])
             loss = loss + part
             d_params = tree_map(mx.add, d_params, d_part) if parts else d_part
@@ -208,6 +208,55 @@ def stepped_cross_entropy(
         parts.append(d_rows)
         mx.eval(loss, d_params, d_rows)
     return loss, d_params, mx.concatenate(parts)
+
+
+def _after(rows: mx.array, made: list[mx.array], d_params: Any) -> mx.array:
+    """Returns `rows` that wait for what the last chunk made, and for the head's gradient so far: or that of
+    each chunk, (V, H), would be there till the end."""
+    return mx.depends(rows, [*made, *(array for _, array in tree_flatten(d_params))])
+
+
+def stepped_scores(
+    hidden: mx.array, head: Union[Head, mx.array], targets: mx.array, chunk: Optional[int] = None
+) -> tuple[mx.array, mx.array]:
+    """Returns `linear_logps` (M,), and whether each target is the likeliest token (M,), chunk by chunk.
+
+    For use outside of any graph; arguments as in `linear_logps`.
+    """
+    head = as_head(head)
+    logps, likeliest = [], []
+    for span in _spans(targets, chunk or targets.shape[0]):
+        logits = head.apply(head.params, hidden[span])
+        logps.append(_token_logps(logits, targets[span]))
+        likeliest.append(logits.argmax(axis=-1) == targets[span])
+        mx.eval(logps[-1], likeliest[-1])
+    return mx.concatenate(logps), mx.concatenate(likeliest)
+
+
+def stepped_divergence(
+    logits: Callable[[slice], mx.array],
+    ref_logits: Callable[[slice], mx.array],
+    targets: mx.array,
+    chunk: Optional[int] = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Returns (M,) each: the targets' log p and log q, KL(q || p), whether both have one likeliest token.
+
+    KL = sum over V of q (log q - log p), in nats and float32. logits, ref_logits: rows [start, stop) ->
+    logits (M, V) of p and q; those of one chunk exist at a time. For use outside of any graph.
+    """
+    parts = []
+    for span in _spans(targets, chunk or targets.shape[0]):
+        p, q = (_log_softmax(each(span)) for each in (logits, ref_logits))
+        logps = [mx.take_along_axis(each, targets[span][:, None], axis=-1)[:, 0] for each in (p, q)]
+        kl = (mx.exp(q) * (q - p)).sum(axis=-1)
+        parts.append((*logps, kl, p.argmax(axis=-1) == q.argmax(axis=-1)))
+        mx.eval(parts[-1])
+    return tuple(mx.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _spans(targets: mx.array, chunk: int) -> list[slice]:

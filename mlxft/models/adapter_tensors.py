@@ -33,6 +33,16 @@ class LowRank:
         """The rank as b has it."""
         return self.b.shape[0 if self.b.ndim == 2 else 2]
 
+    def trimmed(self) -> "LowRank":
+        """Returns the same update without the ranks that are zero in a and in b, of which one stays."""
+        if self.a.ndim != 2:
+            return self
+        used = mx.any(self.a != 0, axis=0) | mx.any(self.b != 0, axis=1)
+        places = [place for place, is_used in enumerate(used.tolist()) if is_used] or [0]
+        if len(places) == self.rank:
+            return self
+        return LowRank(self.a[:, mx.array(places)], self.b[mx.array(places)], self.scale, self.m)
+
     def widened(self, rank: int, scale: float) -> "LowRank":
         """Returns the same update at a larger rank, filled up with zeros, and another scale, put into b."""
         if (self.rank, self.scale) == (rank, scale):
@@ -50,8 +60,10 @@ class Adapter:
     """What a folder holds: low-rank updates by module path; whole weights by name, of all or of some modules.
 
     chosen: given a model's layers, the paths that the folder's own configuration says are adapted (to find
-    what is missing). embeddings: of the base that it was trained on, by path, where the folder has them.
+    what is missing); chosen_are_all: others are an error. embeddings: of the base that it was trained on, by
+    path, where the folder has them.
     is_tied: whether what is said of an embedding is meant for the head too where the two are one.
+    num_new_tokens: that it brings with it, None where the folder does not say.
     """
 
     folder: Path
@@ -61,6 +73,8 @@ class Adapter:
     chosen: Callable[[list[LinearLayer]], set[str]] = lambda layers: set()
     embeddings: dict[str, mx.array] = field(default_factory=dict)
     is_tied: bool = True
+    num_new_tokens: Optional[int] = 0
+    chosen_are_all: bool = False
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:

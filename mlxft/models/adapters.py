@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +18,12 @@ from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.models import mlxlm_adapter, peft_adapter
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
-from mlxft.models.fitting import Fitted, added_up, fit, refuse
-from mlxft.models.lora_linear import AdaptedLayer, share_inputs
+from mlxft.models.fitting import Fitted, added_up, check_new_tokens, fit, refuse
+from mlxft.models.lora_linear import AdaptedLayer, set_siblings
 from mlxft.models.low_rank import wrapped
+from mlxft.models.new_rows import BIAS, ROWS, make_one, train_new_rows
+from mlxft.models.new_tokens import described as new_tokens_described
+from mlxft.models.new_tokens import new_tokens_of
 from mlxft.models.targets import adaptable_layers
 from mlxft.models.whole_modules import set_arrays, train_whole, whole_arrays, whole_paths
 
@@ -68,17 +73,22 @@ def load_adapter(
     folders: str | Path | Sequence[str | Path],
     dropout: float = 0.0,
     weights: Optional[Sequence[float]] = None,
+    lazily: bool = False,
 ) -> list[str]:
     """Puts the adapter in a folder on `model`, or the sum of several, with their own ranks and scales.
 
     Returns the paths of the adapted layers ("*" if the folder holds whole weights). LoRA: all but the
-    new arrays is frozen.
+    new arrays is frozen. lazily: whole weights are not read.
     Raises: InputError listing tensors that the model has no place for, wrong shapes, missing ones.
     """
     if isinstance(folders, (str, Path)) and weights is None:
         adapter = read_adapter(folders)
         if adapter.kind == "full":
+            check_new_tokens(adapter, model)
+            make_one(model)
             _load_weights(model, adapter)
+            if not lazily:
+                mx.eval(model.parameters())
             return ["*"]
     fitted = start_of(model, folders, weights)
     attach(model, fitted, dropout)
@@ -90,7 +100,8 @@ def attach(
 ) -> None:
     """Freezes `model` and puts trainable low-rank updates (float32) on its layers, in place.
 
-    modules: paths of those that are trained whole, None for those that `fitted` has arrays of.
+    Rows of new tokens are trained too. modules: paths of those that are trained whole, None for those that
+    `fitted` has arrays of.
     """
     model.freeze()
     outside = len(model.layers)  # the block number of layers that are in none
@@ -99,8 +110,9 @@ def attach(
         place = (outside if layer.block is None else layer.block, layer.slot)
         layers.append((layer.path, wrapped(layer, low, fitted.kind, dropout, place)))
     model.update_modules(tree_unflatten(layers))
-    share_inputs(model.modules())
+    set_siblings(model.modules())
     train_whole(model, fitted.modules if modules is None else modules)
+    train_new_rows(model)
     set_arrays(model, fitted.whole)
 
 
@@ -111,18 +123,25 @@ def settle(model: nn.Module) -> None:
             mx.eval([array for array in module.values() if isinstance(array, mx.array)])
 
 
-def save_adapter(folder: str | Path, model: nn.Module, cfg: AdapterConfig, base: str) -> None:
+def save_adapter(
+    folder: str | Path, model: nn.Module, cfg: AdapterConfig, base: str, tokenizer: Any = None
+) -> None:
     """Writes what was trained on `model` into `folder` in mlx-lm's layout, over what is there.
 
-    `mlx_lm.load(base, adapter_path=folder)` then gives the same model, if no module was trained whole: those
-    it refuses by name. Each file appears whole or not at all, the configuration last. Raises: OSError if it
-    can't be written.
+    `mlx_lm.load(base, adapter_path=folder)` then gives the same model, if no module was trained whole and
+    there are no new tokens: those it refuses by name. tokenizer: the model's, written beside the adapter of
+    a model with new tokens. Each file appears whole or not at all, the configuration last. Raises: OSError
+    if it can't be written.
     """
     if cfg.kind == "full":
         tensors = dict(tree_flatten(model.parameters()))
         config = {"fine_tune_type": "full", "num_layers": len(model.layers)}
     else:
         tensors, config = _low_rank_content(model, cfg)
+    if new := new_tokens_of(model):
+        config[mlxlm_adapter.NEW_TOKENS] = new_tokens_described(new)
+        if tokenizer is not None:
+            _write_tokenizer(Path(folder), tokenizer)
     _write(Path(folder), mlxlm_adapter, tensors, {"model": base, **config})
 
 
@@ -131,21 +150,23 @@ def save_peft_adapter(folder: str | Path, model: nn.Module, base: str) -> None:
 
     Raises: InputError for what the layout has no word for; OSError if it can't be written.
     """
-    updates, whole = even_updates(model), whole_arrays(model)
-    experts = [path for path, low in updates.items() if low.a.ndim == 3]
-    if experts:
-        raise InputError(f"PEFT's layout has no updates of experts in one array, as {experts[0]} is here")
-    if not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules()):
-        if any(is_embedding(path) for path in updates):
-            raise InputError("PEFT's layout cannot say that an embedding's update is the head's too")
+    whole = whole_arrays(model)
+    rows = [name for name in whole if name.rpartition(".")[2] in (ROWS, BIAS)]
+    if rows:
+        raise InputError(
+            f"PEFT's layout has no rows of new tokens by themselves, as {rows[0]} is here. Train the table "
+            "whole (adapter.modules_to_save), which it has a word for"
+        )
+    is_tied = not any(path.rpartition(".")[2] == "lm_head" for path, _ in model.named_modules())
+    if is_tied:
         for name, array in list(whole.items()):
             if is_embedding(name.rpartition(".")[0]):
                 whole["lm_head.weight"] = array
-    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates, whole, base))
+    _write(Path(folder), peft_adapter, *peft_adapter.write_content(updates_of(model), whole, base, is_tied))
 
 
-def even_updates(model: nn.Module) -> dict[str, LowRank]:
-    """Returns the updates on `model` by path, at one rank and scale."""
+def updates_of(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path. Raises: ValueError if there are none."""
     updates = {
         path: LowRank(module.lora_a, module.lora_b, module.scale, module.get("m"))
         for path, module in model.named_modules()
@@ -153,7 +174,12 @@ def even_updates(model: nn.Module) -> dict[str, LowRank]:
     }
     if not updates:
         raise ValueError("the model has no LoRA layers to save")
-    return mlxlm_adapter.at_one_rank(updates)
+    return updates
+
+
+def even_updates(model: nn.Module) -> dict[str, LowRank]:
+    """Returns the updates on `model` by path, at one rank and scale."""
+    return mlxlm_adapter.at_one_rank(updates_of(model))
 
 
 def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, mx.array], dict]:
@@ -167,6 +193,15 @@ def _low_rank_content(model: nn.Module, cfg: AdapterConfig) -> tuple[dict[str, m
     config = {"fine_tune_type": cfg.kind, "num_layers": num_layers, "lora_parameters": parameters}
     whole = whole_paths(model)
     return tensors, config | ({"modules_to_save": whole} if whole else {})
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as written:
+        tokenizer.save_pretrained(written)
+        for file in sorted(Path(written).iterdir()):
+            with _whole(folder / file.name) as partial:
+                shutil.copyfile(file, partial)
 
 
 def _write(folder: Path, layout: Any, tensors: dict[str, mx.array], config: dict) -> None:
@@ -205,4 +240,3 @@ def _load_weights(model: nn.Module, adapter: Adapter) -> None:
              if name in own and own[name].shape != w.shape]
     refuse(adapter.folder, {"not in the model": unknown, "wrong shape": wrong})
     model.update(tree_unflatten([(name, w.astype(own[name].dtype)) for name, w in given.items()]))
-    mx.eval(model.parameters())

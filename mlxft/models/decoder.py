@@ -22,6 +22,7 @@ from mlxft.models.asked import windows_asked
 from mlxft.models.check import check, halves_agree
 from mlxft.models.frozen_linear import quantised_at_dense_speed
 from mlxft.models.lora_linear import thin_products_joined
+from mlxft.models.new_rows import NewRows
 
 __all__ = ["DecoderView", "State", "model_type", "unchecked_view", "view"]
 
@@ -40,6 +41,7 @@ class DecoderView:
 
     in_parts = True  # False for families that only run as a whole: no checkpointing, no segments
     layers_are_alike = True  # False where `run` treats layers of one kind by their number
+    last_norm = "norm"  # the name of the norm after the last layer
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -51,7 +53,7 @@ class DecoderView:
 
     def _find_decoder(self) -> nn.Module:
         decoder = getattr(self.text, "model", None)
-        missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(decoder, name)]
+        missing = [name for name in ("embed_tokens", "layers", self.last_norm) if not hasattr(decoder, name)]
         if missing:
             raise InputError(
                 f"models of type {self.family!r} cannot be trained yet: "
@@ -77,7 +79,10 @@ class DecoderView:
     @property
     def vocabulary(self) -> int:
         """How many tokens there are embeddings for."""
-        return getattr(self.embedding, "base", self.embedding).weight.shape[0]
+        embedding = self.embedding
+        if isinstance(embedding, NewRows):
+            return embedding.size
+        return getattr(embedding, "base", embedding).weight.shape[0]
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -112,6 +117,9 @@ class DecoderView:
                 f"trainer.neftune_alpha: models of type {self.family!r} run only as a whole, from tokens to "
                 "logits, and there is no place for noise on their embeddings. Leave it out"
             )
+
+    def require_new_tokens(self) -> None:
+        """Raises InputError if tokens are looked up in other tables than the embedding too."""
 
     def require_of(self, cache: TrainingCache) -> None:
         """Raises InputError if the model cannot be trained in the layout of `cache`."""
@@ -159,7 +167,7 @@ class DecoderView:
 
     def finish(self, state: State) -> mx.array:
         """Returns the hidden states (B, T, H) that the head reads."""
-        return self.decoder.norm(state[0])
+        return self.decoder[self.last_norm](state[0])
 
     @property
     def head_module(self) -> nn.Module:
@@ -186,8 +194,8 @@ class DecoderView:
     @property
     def embedding_trains(self) -> bool:
         """True if anything below the first layer is trained."""
-        trained = self.decoder.trainable_parameters()
-        return any(_has_arrays(value) for name, value in trained.items() if name not in ("layers", "norm"))
+        trained, above = self.decoder.trainable_parameters(), ("layers", self.last_norm)
+        return any(_has_arrays(value) for name, value in trained.items() if name not in above)
 
     def lowest_trainable(self) -> int:
         """Returns the first layer that a backward has to reach: num_layers if only the head trains."""

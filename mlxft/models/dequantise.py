@@ -8,6 +8,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxft.models.trellis.linear import TrellisLinear
+from mlxft.sizes import written
 
 log = logging.getLogger("mlxft")
 
@@ -33,9 +34,9 @@ def dequantise_where_it_fits(
     need = sum(num_packed_values(module) for _, module in layers) * dtype.size
     if need > _SHARE_OF_MEMORY * free_bytes:
         level = logging.DEBUG if lazily else logging.WARNING
-        log.log(level, "the quantised weights stay quantised: dense they would take %.1f GB of the %.1f GB "
+        log.log(level, "the quantised weights stay quantised: dense they would take %s of the %s "
                     "that are free. Each is made dense anew wherever it is used, which takes longer.",
-                    need / 1e9, free_bytes / 1e9)
+                    written(need), written(free_bytes))
         return False
     left = []
     for name, module in layers:
@@ -47,8 +48,8 @@ def dequantise_where_it_fits(
         model.update_modules(tree_unflatten([(name, made)]))
     if lazily:
         return True
-    log.info("%d quantised layers made dense once (%s, %.2f GB): quantised products are slow on a CPU",
-             len(layers) - len(left), str(dtype).removeprefix("mlx.core."), need / 1e9)
+    log.info("%d quantised layers made dense once (%s, %s): quantised products are slow on a CPU",
+             len(layers) - len(left), str(dtype).removeprefix("mlx.core."), written(need))
     if left:
         log.warning("%d layers of a kind that cannot be made dense stay quantised, first %s",
                     len(left), left[0])
@@ -73,6 +74,7 @@ def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     layer.weight = _dense_weight(module).astype(dtype)
     if "bias" in module:
         layer.bias = module.bias.astype(dtype)
+    layer.packed_bits = module.bits
     return layer
 
 
@@ -85,3 +87,10 @@ def _dense_weight(module: nn.Module) -> mx.array:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits,
                          mode=module.mode, dtype=mx.float32)
+
+
+def bits_of(module: nn.Module) -> int:
+    """Returns the bits that each of a layer's weights is stored in, also of one that was made dense here."""
+    if is_quantised(module):
+        return module.bits
+    return getattr(module, "packed_bits", None) or 8 * module.weight.dtype.size

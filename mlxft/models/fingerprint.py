@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import BinaryIO
 
 from mlxft.errors import InputError
 from mlxft.models import audit, mlxlm_adapter, peft_adapter
@@ -26,6 +27,27 @@ def weight_digests(folder: Path) -> dict[str, str]:
     return {CONFIG: _of_json(folder / CONFIG)} | digests
 
 
+def weights_fingerprint(folder: Path) -> str:
+    """Returns one digest of all weights of the model in `folder`, however they are spread over files.
+
+    It is of every tensor's name, type, shape and 4 KiB in its middle. The configuration has no say.
+
+    Raises: InputError as `audit.weight_files`.
+    """
+    parts = []
+    for file in audit.weight_files(folder):
+        with open(file, "rb") as handle:
+            header = _header(handle)
+            first = handle.tell()
+            for name, tensor in header.items():
+                what = f"{name} {tensor['dtype']} {tensor['shape']}".encode()
+                parts.append(what + hashlib.sha256(_middle(handle, first, tensor)).digest())
+    digest = hashlib.sha256()
+    for part in sorted(parts):
+        digest.update(part)
+    return digest.hexdigest()
+
+
 def adapter_digests(folder: Path) -> dict[str, str]:
     """Returns a digest of the configuration and of the whole weights of the adapter in `folder`, by name.
 
@@ -43,15 +65,25 @@ def adapter_digests(folder: Path) -> dict[str, str]:
 def _sampled(file: Path) -> str:
     digest = hashlib.sha256(file.stat().st_size.to_bytes(8, "little"))
     with open(file, "rb") as handle:
-        length = handle.read(8)
-        header = handle.read(int.from_bytes(length, "little"))
-        digest.update(length + header)
+        header = _header(handle)
         first = handle.tell()
-        tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
-        for begin, end in sorted(tensor["data_offsets"] for tensor in tensors):
-            handle.seek(first + max(begin, (begin + end - _BLOCK_BYTES) // 2))
-            digest.update(handle.read(min(end - begin, _BLOCK_BYTES)))
+        handle.seek(0)
+        digest.update(handle.read(first))
+        for tensor in sorted(header.values(), key=lambda tensor: tensor["data_offsets"]):
+            digest.update(_middle(handle, first, tensor))
     return digest.hexdigest()
+
+
+def _header(handle: BinaryIO) -> dict[str, dict]:
+    """Returns what a safetensors file says of its tensors, by name, and leaves the file at the first one."""
+    header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+
+
+def _middle(handle: BinaryIO, first: int, tensor: dict) -> bytes:
+    begin, end = tensor["data_offsets"]
+    handle.seek(first + max(begin, (begin + end - _BLOCK_BYTES) // 2))
+    return handle.read(min(end - begin, _BLOCK_BYTES))
 
 
 def _whole(file: Path) -> str:

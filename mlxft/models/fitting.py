@@ -20,6 +20,7 @@ from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.adapter_tensors import Adapter, LowRank, described
 from mlxft.models.low_rank import base_of, check_dora, shapes
+from mlxft.models.new_rows import BIAS, ROWS, NewRows
 from mlxft.models.targets import LinearLayer, adaptable_layers
 from mlxft.models.whole_modules import Arrays
 
@@ -31,7 +32,7 @@ _BLOCK_PATH = re.compile(r"(?:model|language_model|model\.language_model|languag
 @dataclass(frozen=True)
 class Fitted:
     """An adapter on a model. updates: with the layers they belong to. whole: arrays of modules that are
-    trained whole, by the model's own names."""
+    trained whole, and new rows, by the model's own names."""
 
     folder: Path
     kind: str
@@ -41,7 +42,11 @@ class Fitted:
     @property
     def modules(self) -> list[str]:
         """The paths of the modules that are trained whole."""
-        return sorted({name.rpartition(".")[0] for name in self.whole})
+        return sorted({path for path, _, own in map(_parted, self.whole) if own not in (ROWS, BIAS)})
+
+
+def _parted(name: str) -> tuple[str, str, str]:
+    return name.rpartition(".")
 
 
 class Places:
@@ -76,9 +81,13 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
     """
     places, layers = Places(model), adaptable_layers(model)
     _check_tied(adapter, places)
+    check_new_tokens(adapter, model)
     by_path = {layer.path: layer for layer in layers}
+    by_path |= {layer.name: layer for layer in layers if layer.block is None}  # in new rows by now
     fitted, unknown, wrong = [], [], []
     for path, low in adapter.layers.items():
+        if _is_head(path) and places.is_tied and not adapter.is_tied:
+            continue  # the embedding's, as was checked
         layer = by_path.get(places.find(path) or "")
         if layer is None:
             unknown.append(f"{path} (lora_a {tuple(low.a.shape)}, lora_b {tuple(low.b.shape)})")
@@ -88,15 +97,48 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
         wrong += _wrong_shapes(path, layer, low)
         fitted.append((layer, low))
     present = {layer.path for layer, _ in fitted}
-    missing = sorted(adapter.chosen(layers) - present)
+    chosen = adapter.chosen(layers)
+    missing = sorted(chosen - present)
+    unnamed = sorted(present - chosen) if adapter.chosen_are_all else []
     whole, odd = _whole(adapter, places)
     refuse(adapter.folder, {"no such linear layer in the model": unknown, "wrong shape": wrong,
                             "not in the model, or in another shape": odd,
-                            "missing in the adapter, though its configuration names them": missing})
+                            "missing in the adapter, though its configuration names them": missing,
+                            "in the adapter, though its configuration does not name them": unnamed})
     _check_embeddings(adapter, places)
     if not fitted:
         raise InputError(f"the adapter in {adapter.folder} holds no tensors")
     return Fitted(adapter.folder, adapter.kind, fitted, whole)
+
+
+def check_new_tokens(adapter: Adapter, model: nn.Module) -> None:
+    """Raises InputError if the model lacks new tokens of the adapter, or has some that its tables lack.
+
+    Of an adapter that does not say which it has only shapes are looked at, later.
+    """
+    if adapter.num_new_tokens is None:
+        return
+    tables = {path: module for path, module in model.named_modules() if isinstance(module, NewRows)}
+    count = max((module.new_rows.shape[0] for module in tables.values()), default=0)
+    if adapter.num_new_tokens > count:
+        raise InputError(
+            f"the adapter in {adapter.folder} brings {adapter.num_new_tokens} new tokens, and the model was "
+            "given none of them (mlxft.models.new_tokens: load_vocabulary, then load_model with what is new)"
+        )
+    lacking = [
+        path for path in tables if not {f"{path}.{ROWS}", f"{path}.weight"} & adapter.weights.keys()
+    ]
+    if adapter.num_new_tokens and lacking:
+        raise InputError(
+            f"the adapter in {adapter.folder} has no rows of its new tokens for {', '.join(lacking)}. It was "
+            "trained on another model: give that one as model.path"
+        )
+    whole = [path for path, _, own in map(_parted, adapter.weights) if path in tables and own == "weight"]
+    if whole and adapter.num_new_tokens < count:
+        raise InputError(
+            f"the adapter in {adapter.folder} holds all of {whole[0]}, without rows for the new tokens. They "
+            "can be added to adapters that train few rows, not to whole tables: leave model.new_tokens out"
+        )
 
 
 def _wrong_shapes(path: str, layer: LinearLayer, low: LowRank) -> list[str]:
@@ -122,16 +164,23 @@ def _whole(adapter: Adapter, places: Places) -> tuple[Arrays, list[str]]:
             continue  # the embedding's, as was checked
         place = places.find(path)
         module = places.modules.get(place or "")
+        fits = True
+        if isinstance(module, NewRows) and own in module.own():
+            fits = array.ndim > 0 and array.shape[0] == adapter.num_new_tokens
+            array = module.completed(own, array) if fits else array
         shape = None if module is None else _dense_shape(module, own)
-        if shape != tuple(array.shape):
-            odd.append(described(name, array))
-        else:
+        if fits and shape == tuple(array.shape):
             whole[f"{place}.{own}"] = array
+        else:
+            odd.append(described(name, array))
     return whole, odd
 
 
 def _dense_shape(module: nn.Module, name: str) -> Optional[tuple[int, ...]]:
     """Returns the shape of a module's array, of packed ones what they stand for; None if it has none."""
+    if isinstance(module, NewRows) and name not in module:
+        shape = _dense_shape(module.table, name)
+        return shape and (module.size, *shape[1:])
     if not isinstance(module.get(name), mx.array):
         return None
     shape = tuple(module[name].shape)
@@ -144,7 +193,9 @@ def _check_tied(adapter: Adapter, places: Places) -> None:
     """Refuses what leaves the head of a tied model as it was while its embedding changes, or the reverse."""
     if adapter.is_tied or not places.is_tied:
         return
-    adapted = any(_is_head(path) or is_embedding(path) for path in adapter.layers)
+    on_heads = [low for path, low in adapter.layers.items() if _is_head(path)]
+    on_embeddings = [low for path, low in adapter.layers.items() if is_embedding(path)]
+    adapted = len(on_heads) != len(on_embeddings) or not all(map(_one_update, on_heads, on_embeddings))
     weights = {name.rpartition(".")[0]: array for name, array in adapter.weights.items()}
     heads = [array for path, array in weights.items() if _is_head(path)]
     embeddings = [array for path, array in weights.items() if is_embedding(path)]
@@ -157,6 +208,13 @@ def _check_tied(adapter: Adapter, places: Places) -> None:
             f"the adapter in {adapter.folder} changes the embedding and leaves the head as it was, or the "
             "other way round; in the model the two are one. Merge it into a model with a head of its own"
         )
+
+
+def _one_update(head: LowRank, embedding: LowRank) -> bool:
+    """Tells whether the two change one matrix (V, H), which the embedding has the other way round."""
+    pairs = ((head.a.T, embedding.b), (head.b.T, embedding.a))
+    same = all(one.shape == other.shape and mx.array_equal(one, other).item() for one, other in pairs)
+    return same and head.scale == embedding.scale
 
 
 def _is_head(path: str) -> bool:
@@ -203,9 +261,10 @@ def added_up(all_fitted: Sequence[Fitted], weights: Sequence[float], model: nn.M
 def _own_array(model: nn.Module, name: str, base: Arrays) -> mx.array:
     path, _, own = name.rpartition(".")
     module = dict(model.named_modules())[path]
-    if own == "weight" and "scales" in module:
+    is_table = isinstance(module, NewRows) and own not in module
+    if own == "weight" and "scales" in (module.table if is_table else module):
         raise InputError(f"{name} is quantised in the model, so whole modules of it cannot be added up")
-    return base[name]
+    return module.in_one(own) if is_table else base[name]
 
 
 def _side_by_side(parts: list[tuple[float, LowRank]]) -> LowRank:

@@ -4,6 +4,7 @@ import difflib
 import logging
 import pkgutil
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -11,12 +12,15 @@ from mlxft.config.choices import DTYPES
 from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.resolve import resolve
+from mlxft.sizes import written
 
 # mlx and transformers are imported where they are used: `mlxft.models` has to stay cheap to import.
 if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from mlxft.models.new_tokens import NewToken
 
 log = logging.getLogger("mlxft")
 
@@ -40,19 +44,25 @@ def load(path: str, revision: Optional[str] = None, dtype: str = "auto",
     return load_model(folder, dtype), load_tokenizer(folder, tokenizer_required)
 
 
-def load_model(folder: Path, dtype: str = "auto") -> "nn.Module":
-    """Returns the model in `folder`, with all parameters in memory. Raises: InputError."""
+def load_model(folder: Path, dtype: str = "auto", new: Sequence["NewToken"] = ()) -> "nn.Module":
+    """Returns the model in `folder`, with all parameters in memory, and rows for new tokens.
+
+    Raises: InputError.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
+    from mlxft.models.new_tokens import add_new_tokens
+
     try:
         model, config = lazy_model(folder, dtype)
+        add_new_tokens(model, new)
         mx.eval(model.parameters())  # reads the files
     except RuntimeError as error:
         raise InputError(f"the weights in {folder} cannot be read: {error}") from error
     parameters = [array for _, array in tree_flatten(model.parameters())]
     size = sum(array.nbytes for array in parameters)
-    log.info("%s: %s, %.2f GB in memory", folder, config["model_type"], size / 1e9)
+    log.info("%s: %s, %s in memory", folder, config["model_type"], written(size))
     return model
 
 
@@ -69,9 +79,7 @@ def lazy_model(
     from mlxft.available_memory import available_bytes
     from mlxft.backend import backend
 
-    _check_config(folder)
-    audit.weight_files(folder)
-    model, config = _audited_model(folder)
+    model, config = stored_model(folder)
     on_cpu = backend() == "cpu"
     target = _target_dtype(dtype, on_cpu)
     if on_cpu:
@@ -82,6 +90,26 @@ def lazy_model(
     if target is not None:
         model.set_dtype(target)
     return model, config
+
+
+def stored_model(folder: Path) -> tuple["nn.Module", dict[str, Any]]:
+    """Returns the model in `folder` as it is stored, quantised layers packed, and its configuration.
+
+    Weights are not yet read but for their headers. Raises: InputError.
+    """
+    _check_config(folder)
+    audit.weight_files(folder)
+    return _audited_model(folder)
+
+
+def sanitized(config: dict[str, Any], weights: dict[str, "mx.array"]) -> dict[str, "mx.array"]:
+    """Returns a checkpoint's tensors as the code of its family names and arranges them.
+
+    What it leaves as it was are the same objects. config: of the model, as `stored_model` returns it.
+    """
+    model_class, args_class = _model_classes(config)
+    model = model_class(args_class.from_dict(config))  # its own: some take parts off while they do it
+    return dict(model.sanitize(dict(weights))) if hasattr(model, "sanitize") else dict(weights)
 
 
 def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWrapper"]:
@@ -97,7 +125,7 @@ def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWr
         if not required:
             return None
         raise InputError(f"{folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():
             audit.read_json(folder / name)
     try:
@@ -105,6 +133,12 @@ def load_tokenizer(folder: Path, required: bool = True) -> Optional["TokenizerWr
         return utils.load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=ends)
     except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise for bad files
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def chat_template(tokenizer: Optional["TokenizerWrapper"]) -> Optional[str]:
+    """Returns the text of a tokenizer's chat template, None without one."""
+    template = getattr(getattr(tokenizer, "_tokenizer", None), "chat_template", None)
+    return template if isinstance(template, str) else None
 
 
 def vocabulary_size(folder: Path) -> int:

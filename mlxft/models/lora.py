@@ -2,7 +2,10 @@
 
 import logging
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Optional
 
@@ -13,12 +16,14 @@ from mlxft.config.choices import ADAPTERS, LOW_RANK_KEYS
 from mlxft.config.schema import AdapterConfig
 from mlxft.errors import InputError
 from mlxft.models.adapters import attach, load_adapter, read_adapter, start_of
-from mlxft.models.dequantise import is_quantised, num_packed_values
+from mlxft.models.dequantise import bits_of, is_quantised, num_packed_values
 from mlxft.models.fitting import Fitted
 from mlxft.models.lora_linear import AdaptedLayer
 from mlxft.models.low_rank import fresh
 from mlxft.models.mlxlm_adapter import at_one_rank
-from mlxft.models.targets import num_expert_layers, select
+from mlxft.models.new_rows import make_one
+from mlxft.models.new_tokens import new_tokens_of
+from mlxft.models.targets import LinearLayer, num_expert_layers, select
 from mlxft.models.whole_modules import leaves, select_modules, whole_paths
 
 log = logging.getLogger("mlxft")
@@ -32,7 +37,9 @@ class AdapterReport:
 
     targets: paths of the adapted layers ("*" for kind full). alpha: the scale times the rank. modules: paths
     of those that are trained whole beside them. expert_layers: how many of the layers are of experts.
-    experts: how many they have in all, an update each.
+    experts: how many they have in all, an update each. ranks: how many layers have which, where they differ;
+    `rank` is then the largest, and arrays of smaller ones are filled up with zeros, which stay. new_tokens:
+    whose rows are trained.
     """
 
     num_trainable: int
@@ -45,12 +52,15 @@ class AdapterReport:
     expert_layers: int = 0
     experts: int = 0
     rslora: bool = False
+    ranks: dict[int, int] = field(default_factory=dict)
+    new_tokens: int = 0
 
     def __str__(self) -> str:
         share = 100 * self.num_trainable / self.num_total
         sizes = f"{self.num_trainable:,} of {self.num_total:,} parameters are trained ({share:.2f}%)"
+        rows = f"; rows of new tokens: {self.new_tokens:,}" if self.new_tokens else ""
         if self.rank is None:
-            return sizes
+            return sizes + rows
         kinds = sorted({path.rpartition(".")[2] for path in self.targets})
         where = f"{len(self.targets)} layers ({', '.join(kinds)})"
         if self.experts:
@@ -58,15 +68,23 @@ class AdapterReport:
         size = f"scale {self.alpha / self.rank:.4g}" if self.rslora else f"alpha {self.alpha:g}"
         name = {"lora": "rsLoRA" if self.rslora else "LoRA", "dora": "DoRA"}[self.kind]
         whole = f"; whole: {', '.join(self.modules)}" if self.modules else ""
-        return f"{sizes}: {name} of rank {self.rank}, {size} on {where}{whole}"
+        rank = f"rank {self.rank}"
+        if self.ranks:
+            each = [f"{rank} ({count} layers)" for rank, count in sorted(self.ranks.items())]
+            rank = f"ranks {', '.join(each)}"
+            size = f"scale {self.alpha / self.rank:.4g}"
+        return f"{sizes}: {name} of {rank}, {size} on {where}{whole}{rows}"
 
 
-def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> AdapterReport:
+def apply_adapter(
+    model: nn.Module, cfg: AdapterConfig, seed: int = 0, lazily: bool = False
+) -> AdapterReport:
     """Makes `model` trainable as `cfg` says, in place, and returns what came of it.
 
     kind lora and dora: everything is frozen, the chosen layers get updates that start at zero, or those of
     `cfg.init_from`; the modules in `cfg.modules_to_save` are trained whole. kind full: every weight is
-    trainable. The start depends on `seed` and each layer's path only.
+    trainable. The start depends on `seed` and each layer's path only. lazily: whole weights of
+    `cfg.init_from` are not read.
 
     Raises: InputError for targets, modules or layers that match nothing, settings that contradict
     `cfg.init_from`, and full training of a quantised model.
@@ -76,7 +94,7 @@ def apply_adapter(model: nn.Module, cfg: AdapterConfig, seed: int = 0) -> Adapte
     if not 0 <= cfg.dropout < 1:
         raise InputError(f"adapter.dropout={cfg.dropout}: expected 0 <= dropout < 1")
     if cfg.kind == "full":
-        return _train_everything(model, cfg)
+        return _train_everything(model, cfg, lazily)
     if cfg.kind not in ADAPTERS:
         raise InputError(f"adapter.kind={cfg.kind!r}: expected {', '.join(ADAPTERS)}")
     num_base = _num_values(model)
@@ -105,7 +123,17 @@ def _report(model: nn.Module, cfg: AdapterConfig, chosen: Fitted, num_base: int)
         expert_layers=len(experts),
         experts=sum(experts),
         rslora=cfg.rslora,
+        ranks=_rank_counts(chosen, cfg),
+        new_tokens=len(new_tokens_of(model)),
     )
+
+
+def _rank_counts(chosen: Fitted, cfg: AdapterConfig) -> dict[int, int]:
+    """Returns how many layers have which rank; nothing where all are alike, or taken over."""
+    if cfg.init_from:
+        return {}
+    counts = Counter(layer_ranks([layer for layer, _ in chosen.updates], cfg))
+    return dict(counts) if len(counts) > 1 else {}
 
 
 def _fresh(model: nn.Module, cfg: AdapterConfig, seed: int) -> Fitted:
@@ -117,7 +145,43 @@ def _fresh(model: nn.Module, cfg: AdapterConfig, seed: int) -> Fitted:
         raise InputError(f"adapter.alpha={alpha}: expected a number above 0 (the scale is alpha / rank)")
     scale = alpha / (math.sqrt(rank) if cfg.rslora else rank)
     layers = select(model, cfg.targets, cfg.layers)
-    return Fitted(Path(), cfg.kind, [(layer, fresh(layer, rank, scale, seed)) for layer in layers])
+    ranks = layer_ranks(layers, cfg)
+    most = max(ranks)
+    updates = [
+        (layer, fresh(layer, own, scale, seed).widened(most, scale))
+        for layer, own in zip(layers, ranks, strict=True)
+    ]
+    return Fitted(Path(), cfg.kind, updates)
+
+
+def layer_ranks(layers: Sequence[LinearLayer], cfg: AdapterConfig) -> list[int]:
+    """Returns each layer's rank: what `cfg.ranks` says of it, else `cfg.rank` as `cfg.rank_by` changes it.
+
+    Raises: InputError for a name in `cfg.ranks` that matches none of the layers, and for ranks by bits of a
+    model whose layers all have the same.
+    """
+    rank = DEFAULT_RANK if cfg.rank is None else cfg.rank
+    for pattern in cfg.ranks:
+        if not any(_named(pattern, layer) for layer in layers):
+            there = ", ".join(sorted({layer.name for layer in layers}))
+            raise InputError(f"adapter.ranks: {pattern!r} matches none of the adapted layers: {there}")
+    bits = [bits_of(layer.module) for layer in layers]
+    if cfg.rank_by == "bits" and len(set(bits)) == 1:
+        raise InputError(
+            f"adapter.rank_by=bits: all adapted layers have {bits[0]} bits, so nothing tells their ranks "
+            "apart. Leave it out, or give ranks yourself: adapter.ranks={q_proj:16}"
+        )
+    ranks = []
+    for layer, own_bits in zip(layers, bits, strict=True):
+        own = max(2, math.ceil(rank * own_bits / 4)) if cfg.rank_by == "bits" else rank
+        given = [number for pattern, number in cfg.ranks.items() if _named(pattern, layer)]
+        ranks.append(given[-1] if given else own)
+    return ranks
+
+
+def _named(pattern: str, layer: LinearLayer) -> bool:
+    last = layer.name.rpartition(".")[2]
+    return any(fnmatchcase(name, pattern) for name in (last, layer.name, layer.path))
 
 
 def _taken_over(model: nn.Module, cfg: AdapterConfig, modules: Optional[list[str]]) -> Fitted:
@@ -159,7 +223,7 @@ def _check_agrees(cfg: AdapterConfig, fitted: Fitted) -> None:
                                  f"{path} has {key} {theirs:g}. Leave adapter.{key} out to take it over.")
 
 
-def _train_everything(model: nn.Module, cfg: AdapterConfig) -> AdapterReport:
+def _train_everything(model: nn.Module, cfg: AdapterConfig, lazily: bool) -> AdapterReport:
     default = AdapterConfig()
     for key in LOW_RANK_KEYS:
         if getattr(cfg, key) != getattr(default, key):
@@ -174,10 +238,12 @@ def _train_everything(model: nn.Module, cfg: AdapterConfig) -> AdapterReport:
         if (kind := read_adapter(cfg.init_from).kind) != "full":
             raise InputError(f"adapter.kind=full contradicts adapter.init_from={cfg.init_from}, which is an "
                              f"adapter of kind {kind}; use adapter.kind={kind}")
-        load_adapter(model, cfg.init_from)
+        load_adapter(model, cfg.init_from, lazily=lazily)
+    else:
+        make_one(model)
     model.unfreeze()
     total = _num_values(model)
-    return AdapterReport(total, total, ["*"], None, None)
+    return AdapterReport(total, total, ["*"], None, None, new_tokens=len(new_tokens_of(model)))
 
 
 def _num_values(model: nn.Module) -> int:

@@ -18,10 +18,10 @@ import mlx.nn as nn
 from mlxft.models.frozen_linear import product, transposed_product
 
 _active: ContextVar[Optional[tuple[mx.array, Optional[mx.array]]]] = ContextVar("dropout", default=None)
-_made: ContextVar[Optional["_Made"]] = ContextVar("made", default=None)
+_pending: ContextVar[Optional["_PendingOutputs"]] = ContextVar("pending", default=None)
 
 # Layers of one module that read the same input, in the order they are called in.
-_SHARING = (
+_SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
@@ -126,11 +126,11 @@ class AdaptedLayer(nn.Module):
 class LoRALinear(AdaptedLayer):
     """A frozen linear layer, dense or quantised, plus `scale` times a trained product of rank r.
 
-    lora_a: (in, r), lora_b: (r, out). sharing: layers, this one among them, that may be called with the same
+    lora_a: (in, r), lora_b: (r, out). siblings: layers, this one among them, that may be called with the same
     input.
     """
 
-    sharing: Optional["Sharing"] = None
+    siblings: Optional["Siblings"] = None
 
     def __init__(self, linear: nn.Module, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -139,14 +139,14 @@ class LoRALinear(AdaptedLayer):
     def __call__(self, x: mx.array) -> mx.array:
         if self.scale == 0:
             return product(self.linear, x)
-        made, kept = _made.get(), self.kept(x)
-        if kept is None and made is not None and self.sharing is not None:
-            return made.output(self, x)
+        pending, kept = _pending.get(), self.kept(x)
+        if kept is None and pending is not None and self.siblings is not None:
+            return pending.output(self, x)
         return with_updates([self], x, kept)[0]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class Siblings:
     """Adapted layers of one module that it calls with the same input, one after the other.
 
     An object of its own: a module takes layers in a tuple for parts of itself.
@@ -155,36 +155,36 @@ class Sharing:
     layers: tuple[LoRALinear, ...]
 
 
-def share_inputs(modules: Iterable[nn.Module]) -> None:
+def set_siblings(modules: Iterable[nn.Module]) -> None:
     """Tells the adapted layers inside each of `modules` which of them may be called with the same input."""
     for module in modules:
-        for names in _SHARING:
+        for names in _SIBLINGS:
             layers = tuple(module[name] for name in names if isinstance(module.get(name), LoRALinear))
             for layer in layers if len(layers) > 1 else ():
-                layer.sharing = Sharing(layers)
+                layer.siblings = Siblings(layers)
 
 
 @contextmanager
 def thin_products_joined() -> Iterator[None]:
     """Within the block layers called with the same input make their thin products as one; may be nested."""
-    token = _made.set(_made.get() or _Made())
+    token = _pending.set(_pending.get() or _PendingOutputs())
     try:
         yield
     finally:
-        _made.reset(token)
+        _pending.reset(token)
 
 
-class _Made:
-    """What the first of some layers that share an input made for the others, until they ask for it."""
+class _PendingOutputs:
+    """Outputs that the first of some siblings to be called made for the others, until those are called."""
 
     def __init__(self):
         self.x: Optional[mx.array] = None
         self.waiting: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
 
     def output(self, layer: LoRALinear, x: mx.array) -> mx.array:
-        """Returns layer(x), made now for all layers that share it or when one of them was called."""
+        """Returns layer(x), made now for all its siblings or when one of them was called."""
         if not self._holds(layer, x):
-            layers = [each for each in layer.sharing.layers if each.scale != 0]
+            layers = [each for each in layer.siblings.layers if each.scale != 0]
             outputs = zip(layers, with_updates(layers, x), strict=True)
             self.waiting = {id(each): (each.lora_a, each.lora_b, y) for each, y in outputs}
             self.x = x

@@ -3,15 +3,18 @@
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from mlxft.config.choices import ADAPTERS
 from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
+from mlxft.models.new_rows import BIAS, ROWS
 from mlxft.models.targets import LinearLayer
 
 WEIGHTS = "adapters.safetensors"
 CONFIG = "adapter_config.json"
+NEW_TOKENS = "new_tokens"  # in it: an addition of ours, which mlx-lm passes over
 
 
 def read(folder: Path) -> Adapter:
@@ -22,8 +25,9 @@ def read(folder: Path) -> Adapter:
     if kind not in ADAPTERS:
         raise InputError(f"{file}: fine_tune_type {kind!r} is not supported, only {', '.join(ADAPTERS)}")
     tensors = read_tensors(folder / WEIGHTS)
+    num_new = len(new_tokens_in(config, file))
     if kind == "full":
-        return Adapter(folder, kind, weights=tensors)
+        return Adapter(folder, kind, weights=tensors, num_new_tokens=num_new)
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         raise InputError(f"{file}: lora_parameters is missing or not an object")
@@ -35,7 +39,11 @@ def read(folder: Path) -> Adapter:
     if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         raise InputError(f"{file}: lora_parameters.keys is {keys!r}; it has to be a list of names of layers")
     modules = config.get("modules_to_save") or []
-    weights = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[0] in modules}
+    weights = {
+        name: tensors.pop(name)
+        for name in list(tensors)
+        if name.rpartition(".")[0] in modules or name.rpartition(".")[2] in (ROWS, BIAS)
+    }
     suffixes = (".lora_a", ".lora_b", ".m") if kind == "dora" else (".lora_a", ".lora_b")
     layers = {}
     for path, (a, b, *m) in together(tensors, suffixes, folder / WEIGHTS).items():
@@ -43,7 +51,31 @@ def read(folder: Path) -> Adapter:
         if low.rank != rank or low.rank_of_b != rank:
             raise InputError(f"{folder / WEIGHTS}: {path} has lora_a {tuple(a.shape)} and lora_b "
                              f"{tuple(b.shape)}, but {CONFIG} says rank {rank}")
-    return Adapter(folder, kind, layers, weights, lambda linears: _chosen(linears, num_layers, keys))
+    return Adapter(
+        folder,
+        kind,
+        layers,
+        weights,
+        lambda linears: _chosen(linears, num_layers, keys),
+        num_new_tokens=num_new,
+        chosen_are_all=True,  # mlx-lm goes by its configuration and drops other tensors without a word
+    )
+
+
+def new_tokens_in(config: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+    """Returns what an adapter's configuration says of new tokens: {"id", "text", "special"} of each.
+
+    Raises: InputError, naming the file, if it cannot be made out.
+    """
+    said = config.get(NEW_TOKENS) or []
+    kinds = {"id": int, "text": str, "special": bool}
+    is_right = isinstance(said, list) and all(
+        isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in kinds.items())
+        for each in said
+    )
+    if not is_right:
+        raise InputError(f"{file}: {NEW_TOKENS} is {said!r}; it has to be a list of {{id, text, special}}")
+    return said
 
 
 def _chosen(linears: list[LinearLayer], num_layers: int, keys: list[str] | None) -> set[str]:

@@ -8,10 +8,13 @@
 Source: PEFT's LoraConfig and the names that its save_pretrained gives.
 """
 
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,6 +23,8 @@ from mlxft.errors import InputError
 from mlxft.models import audit
 from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
 from mlxft.models.targets import LinearLayer
+
+log = logging.getLogger("mlxft")
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -74,39 +79,86 @@ def read(folder: Path) -> Adapter:
         lambda linears: _chosen(linears, config),
         {name.removesuffix(_BASE): array for name, array in embeddings.items()},
         is_tied=False,
+        num_new_tokens=None,
     )
 
 
-def write_content(updates: dict[str, LowRank], whole: dict[str, mx.array], base: str) -> tuple[dict, dict]:
-    """Returns the tensors and the configuration of an adapter, all of whose updates have one rank and scale.
+def write_content(
+    updates: dict[str, LowRank], whole: dict[str, mx.array], base: str, is_tied: bool = False
+) -> tuple[dict, dict]:
+    """Returns the tensors and the configuration of an adapter.
 
-    updates: by the module's path. whole: arrays of modules that are saved whole, by name.
+    updates: by the module's path, each at its own rank and scale; what most have stands as r and lora_alpha,
+    the others in patterns. whole: arrays of modules that are saved whole, by name. is_tied: whether the
+    model's embedding is its head, so that an update of it is the head's too. Raises: InputError for updates
+    of experts, which the layout has no word for.
     """
-    low = next(iter(updates.values()))
+    _check_experts(updates)
     tensors = {_PREFIX + _transformers_path(name): array for name, array in whole.items()}
+    updates = {_transformers_path(path): update.trimmed() for path, update in updates.items()}
+    embeddings = [path for path in updates if is_embedding(path)]
+    if is_tied and embeddings:
+        updates["lm_head"] = _of_head(updates[embeddings[0]])
+        log.warning(
+            "%s is the head too: PEFT loads its update for both uses, but PEFT 0.21 adds it twice where it "
+            "merges it. Merge it with mlxft export to=merged",
+            embeddings[0],
+        )
     for path, update in updates.items():
         names = _OF_EMBEDDINGS if is_embedding(path) else _OF_LINEARS
         arrays = zip(names, (update.a.T, update.b.T), strict=True)
-        stem = _PREFIX + _transformers_path(path)
-        tensors |= {f"{stem}{name}": mx.contiguous(array) for name, array in arrays}
+        tensors |= {f"{_PREFIX}{path}{name}": mx.contiguous(array) for name, array in arrays}
         if update.m is not None:
-            tensors[f"{stem}.{_LENGTHS}"] = update.m
+            tensors[f"{_PREFIX}{path}.{_LENGTHS}"] = update.m
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": low.rank,
-        "lora_alpha": low.scale * low.rank,
+        **_sizes(updates),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(_transformers_path(path) for path in updates),
+        "target_modules": sorted(updates),
         "modules_to_save": sorted({_transformers_path(name).rpartition(".")[0] for name in whole}) or None,
-        "use_dora": low.m is not None,
+        "use_dora": any(update.m is not None for update in updates.values()),
         "use_rslora": False,  # lora_alpha / r is the scale, however it came about
     }
+    if is_tied and (embeddings or any(is_embedding(name.rpartition(".")[0]) for name in whole)):
+        config["ensure_weight_tying"] = True  # PEFT then keeps one update for both uses
     return tensors, config
+
+
+def _sizes(updates: dict[str, LowRank]) -> dict[str, Any]:
+    """Returns r and lora_alpha as most layers have them, and patterns for the layers that differ."""
+    ranks = {path: update.rank for path, update in updates.items()}
+    alphas = {path: _whole_if_near(update.scale * update.rank) for path, update in updates.items()}
+    rank, alpha = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas))
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {path: own for path, own in ranks.items() if own != rank},
+        "alpha_pattern": {path: own for path, own in alphas.items() if own != alpha},
+    }
+
+
+def _whole_if_near(alpha: float) -> float:
+    """Returns 16 for what should be 16 and is off by the rounding of scale times rank."""
+    return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
+
+
+def _of_head(update: LowRank) -> LowRank:
+    """Returns a tied embedding's update as the head has it: E + A B on rows is h + (h B^T) A^T on logits."""
+    return LowRank(update.b.T, update.a.T, update.scale)
+
+
+def _check_experts(updates: dict[str, LowRank]) -> None:
+    experts = [path for path, low in updates.items() if low.a.ndim == 3]
+    if experts:
+        raise InputError(
+            f"PEFT's layout has no updates of experts in one array, as {experts[0]} is here. Merge the "
+            "adapter into the model (to=merged), or leave experts out of adapter.targets"
+        )
 
 
 def _transformers_path(path: str) -> str:

@@ -10,6 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxft.errors import InputError
 from mlxft.models.lora_linear import AdaptedLayer
+from mlxft.models.new_rows import NewRows
 from mlxft.models.trellis.linear import TrellisLinear
 
 LINEARS = (nn.Linear, nn.QuantizedLinear, TrellisLinear)
@@ -24,7 +25,8 @@ class LinearLayer:
     """A linear layer of a model, as it is without an adapter, and its place; or experts, or an embedding.
 
     path: in the whole model. block: number of its decoder block, None outside of them. name: its path
-    inside the block (outside: `path`). slot: its rank by name among the block's linear layers.
+    inside the block (outside: `path`, of a table with new rows that of both). slot: its rank by name among
+    the block's linear layers.
     """
 
     path: str
@@ -77,7 +79,9 @@ def _layers(model: nn.Module, kinds: tuple[type, ...]) -> list[LinearLayer]:
             continue
         if type(module) in kinds:
             prefix = next((p for p in prefixes if path.startswith(p)), "")
-            places.append((prefixes.get(prefix), path.removeprefix(prefix), path, module))
+            parent = path.rpartition(".")[0]
+            called = parent if isinstance(modules.get(parent), NewRows) else path.removeprefix(prefix)
+            places.append((prefixes.get(prefix), called, path, module))
     found, slots = [], {}
     for block, name, path, module in sorted(places, key=lambda p: (p[0] is None, p[0] or 0, p[1])):
         slot = slots[block] = slots.get(block, -1) + 1
@@ -111,9 +115,9 @@ def select(model: nn.Module, targets: Any = None, layers: Any = "all") -> list[L
     chosen = set()
     for pattern in patterns:
         matching = {layer.path for layer in inside if _matches(pattern, layer)}
-        matching |= {layer.path for layer in outside if pattern in (layer.path, _last(layer.path))}
+        matching |= {layer.path for layer in outside if pattern in (layer.name, _last(layer.name))}
         if not matching:
-            there = sorted({layer.name for layer in inside}) + [layer.path for layer in outside]
+            there = sorted({layer.name for layer in inside}) + [layer.name for layer in outside]
             raise InputError(f"adapter.targets: {pattern!r} matches no linear layer of blocks {first} to "
                              f"{len(model.layers) - 1}. There are: {', '.join(there)}")
         chosen |= matching

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxft.errors import InputError
 from mlxft.models.dequantise import dense, is_quantised
 from mlxft.models.lora_linear import AdaptedLayer, KeptBase
+from mlxft.models.new_rows import NewRows, make_one
 
 Arrays = dict[str, mx.array]
 
@@ -42,18 +43,23 @@ def _unmatched(name: str, paths: list[str]) -> str:
 
 
 def leaves(model: nn.Module, paths: Iterable[str]) -> list[str]:
-    """Returns the paths of the modules inside of those at `paths`, they among them, that have arrays."""
+    """Returns the paths of the modules inside of those at `paths`, they among them, that have arrays.
+
+    A table and its new rows are one module: that is what they become when they are trained whole.
+    """
+    modules = dict(model.named_modules())
     return sorted(
         path
-        for path, module in model.named_modules()
+        for path, module in modules.items()
         if any(f"{path}.".startswith(f"{whole}.") for whole in paths)
         and any(_is_parameter(module, name) for name in module)
+        and not isinstance(modules.get(path.rpartition(".")[0]), NewRows)
     )
 
 
 def train_whole(model: nn.Module, paths: Iterable[str]) -> None:
     """Makes all arrays of the modules trainable, in place. Raises: InputError for one with updates inside."""
-    modules = dict(model.named_modules())
+    modules, paths = dict(model.named_modules()), list(paths)
     for path in paths:
         adapted = [
             other
@@ -76,11 +82,13 @@ def train_whole(model: nn.Module, paths: Iterable[str]) -> None:
 
 def whole_paths(model: nn.Module) -> list[str]:
     """Returns the paths of the modules that have arrays and are trained whole."""
-    return sorted(path for path, module in model.named_modules() if _kept(module))
+    return sorted(
+        path for path, module in model.named_modules() if _kept(module) and not isinstance(module, NewRows)
+    )
 
 
 def whole_arrays(model: nn.Module) -> Arrays:
-    """Returns the arrays of the modules that are trained whole, by name, as they are now."""
+    """Returns the arrays of the modules that are trained whole and new rows, by name, as they are now."""
     return {
         f"{path}.{name}": module[name]
         for path, module in model.named_modules()
@@ -116,16 +124,17 @@ def _make_dense(model: nn.Module, path: str, module: nn.Module) -> None:
     for inner, part in list(module.named_modules()):
         if not is_quantised(part):
             continue
-        made, whole = dense(part, _type_of(model)), f"{path}.{inner}".strip(".")
+        made, whole = dense(part, type_of(model)), f"{path}.{inner}".strip(".")
         if made is None:
             raise InputError(
                 f"adapter.modules_to_save: {whole} is quantised in a way that cannot be made dense, and "
                 "packed weights cannot be trained. Leave it out"
             )
         model.update_modules(tree_unflatten([(whole, made)]))
+    make_one(model, [path])
 
 
-def _type_of(model: nn.Module) -> mx.Dtype:
+def type_of(model: nn.Module) -> mx.Dtype:
     """Returns the type that the model computes in: that of its arrays that are not packed."""
     packed = {id(array) for part in model.modules() if is_quantised(part) for array in part.values()}
     for _, array in tree_flatten(model.parameters()):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import mlx.core as mx
 
@@ -23,7 +23,7 @@ from mlxft.planning.probe import Cost, ProbeModel, only_new_garbage
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
 from mlxft.segmented import segments
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 
 log = logging.getLogger("mlxft")
 
@@ -75,18 +75,29 @@ def calibrate(shape: ModelShape, config: Config, wanted: Workload) -> Calibratio
 
     Probes change the modules of `shape`; its numbers stay as they are.
     """
-    rows = min(wanted.rows, _MOST_ROWS)
-    lengths = probe_lengths(shape, rows, wanted.length)
-    path = _cache_folder() / f"{_key(config, shape, rows, lengths)}.json"
+    path = figures_file(shape, config, wanted)
     known = _kept(path)
     if known is not None:
         return known
+    log.info("measuring what a layer takes in memory and time, once for this machine and model")
     began = time.perf_counter()
     with only_new_garbage():
-        measured = _Probes(shape, config, rows, lengths).measure()
+        measured = _Probes(shape, config, *_probed(shape, wanted)).measure()
     log.info("a layer's memory and time, measured in %.1f s: kept in %s", time.perf_counter() - began, path)
     _keep(path, measured)
     return measured
+
+
+def figures_file(shape: ModelShape, config: Config, wanted: Workload) -> Path:
+    """Returns the file that keeps the calibration for rows like those of `wanted`; without it, they are
+    measured again."""
+    return _cache_folder() / f"{_key(config, shape, *_probed(shape, wanted))}.json"
+
+
+def _probed(shape: ModelShape, wanted: Workload) -> tuple[int, tuple[int, int]]:
+    """Returns how many rows are probed, and the lengths of them."""
+    rows = min(wanted.rows, _MOST_ROWS)
+    return rows, probe_lengths(shape, rows, wanted.length)
 
 
 def probe_lengths(shape: ModelShape, rows: int, wanted_length: int) -> tuple[int, int]:
@@ -123,7 +134,7 @@ def _number_in(group: LayerGroup, indices: Sequence[int]) -> int:
 
 def mlp_tokens(config: Config, length: int) -> int:
     """Returns how many tokens of a row of that length the MLP takes at once, of layers in halves."""
-    return length if config.adapter.dropout else min(length, segments._MLP_TOKENS)
+    return length if config.adapter.dropout else min(length, segments.MLP_TOKENS)
 
 
 class _Probes:
@@ -143,6 +154,9 @@ class _Probes:
         self.model.choose(self.base)
         kinds = (*KINDS, HALVES) if self.model.with_halves() else KINDS
         lengths = [self._at(length, kinds) for length in self.lengths]
+        if backend() == "cpu":  # a GPU repeats each step at once, since it compiles first
+            for length, at in zip(self.lengths, lengths, strict=True):
+                self._time_again(length, at)
         head, head_seconds = self._head()
         return Calibration(
             rows=self.rows,
@@ -158,7 +172,7 @@ class _Probes:
             update=max(at.update for at in lengths),
         )
 
-    def _at(self, length: int, kinds: Sequence[str]) -> "_AtLength":
+    def _at(self, length: int, kinds: Sequence[str]) -> _AtLength:
         """Returns the figures of rows of one length."""
         shape, groups = self.shape, self.shape.groups
         found = _AtLength()
@@ -184,6 +198,12 @@ class _Probes:
         if HALVES in kinds:
             found.of_half = self._halves(found.working[HALVES], length)
         return found
+
+    def _time_again(self, length: int, found: _AtLength) -> None:
+        """Takes the steps once more, a while later: other programs slow some down, for seconds at a time."""
+        for kind, before in found.seconds.items():
+            cost, _ = self._step(self.base, self._plan(kind), length)
+            found.seconds[kind] = min(before, cost.seconds)
 
     def _halves(self, together: float, length: int) -> dict[str, float]:
         """Returns `Calibration.of_half` of one length, at which a step took so much `together`."""
@@ -263,6 +283,7 @@ def _key(config: Config, shape: ModelShape, rows: int, lengths: tuple[int, int])
         "versions": (version("mlx"), version("mlx-lm"), mlxft.__version__, _code()),
         "shape": (type(shape.view).__name__, groups, shape.width, shape.attention, shape.window),
         "adapter": (config.adapter.dropout, config.adapter.kind),
+        "head": type(shape.view.head_module).__name__,
         "optimizer": asdict(config.optimizer),
         "how": (config.trainer.deterministic, config.trainer.objective == "sft"),
         "probes": (rows, lengths),
@@ -286,20 +307,31 @@ def _cache_folder() -> Path:
 
 
 def _kept(path: Path) -> Optional[Calibration]:
-    """Returns what was kept, or None: not there, or damaged, and so measured again."""
+    """Returns what was kept, or None: not there, or damaged in any way, and so measured again."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return Calibration(lengths=tuple(values.pop("lengths")), **values)
-    except (OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        figures = kept["figures"]
+        if kept["sha256"] != _digest(figures):
+            raise ValueError("what it holds has changed")
+        return Calibration(**figures | {"lengths": tuple(figures["lengths"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        log.debug("%s is damaged, and measured again: %s", path, error)
         return None
 
 
 def _keep(path: Path, calibration: Calibration) -> None:
     """Writes the figures for later; where that cannot be, this run has them all the same."""
+    figures = asdict(calibration)
+    aside = path.with_name(f".{path.stem}.{os.getpid()}.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.stem}.{os.getpid()}.json")
-        aside.write_text(json.dumps(asdict(calibration)), encoding="utf-8")
+        aside.write_text(json.dumps({"sha256": _digest(figures), "figures": figures}), encoding="utf-8")
         os.replace(aside, path)
     except OSError as error:
         log.warning("the measured figures are not kept for later: %s", error)
+
+
+def _digest(figures: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()

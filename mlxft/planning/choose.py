@@ -11,17 +11,23 @@ import mlx.core as mx
 from mlxft.available_memory import memory_limit_bytes
 from mlxft.backend import backend
 from mlxft.config.schema import Config
-from mlxft.errors import GuardStop
-from mlxft.planning.calibrate import calibrate
+from mlxft.errors import GuardStop, InputError
+from mlxft.models.new_tokens import new_tokens_of
+from mlxft.planning.calibrate import calibrate, figures_file
 from mlxft.planning.predict import Prediction, Predictor, resting_bytes, upper_bound
 from mlxft.planning.shape import ModelShape, model_bytes_in, shape_in
 from mlxft.planning.workload import Workload
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
+from mlxft.sizes import written
 
 SEGMENT_LAYERS = (1, 2, 4)
 _OBVIOUS_SHARE = 1 / 4  # of the limit: a bound below it needs no probe
 _NEAR_SHARE = 1 / 2  # of the limit: a prediction above it is tried
 _AS_FAST = 1.05  # seconds apart by less are no reason
+_LESS = (
+    "Shorter rows (data.max_length), fewer of them at once (data.batch_size, with more trainer.accumulate) "
+    "or a smaller head.chunk take less"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Choice:
 
     def __str__(self) -> str:
         what = "less than" if self.is_bound else "about"
-        return f"{self.plan}; peak {what} {gigabytes(self.peak_bytes)} of {gigabytes(self.limit_bytes)} GB"
+        return f"{self.plan}; peak {what} {written(self.peak_bytes)} of {written(self.limit_bytes)}"
 
 
 class Planner:
@@ -77,12 +83,15 @@ class Planner:
         self.limit_bytes = memory_limit_bytes(config.trainer.memory_limit)
         self.bound_bytes = upper_bound(shape, config, self.resting_bytes, wanted)
         self._predictor: Optional[Predictor] = None
+        self.measured_in: Optional[Path] = None  # the file of the figures that predictions stand on
 
     @property
     def predictor(self) -> Predictor:
         """What predicts, calibrated when it is first asked for."""
         if self._predictor is None:
-            calibration = calibrate(shape_in(self.config, self.folder), self.config, self.wanted)
+            shape = shape_in(self.config, self.folder, new_tokens_of(self.shape.view.model))
+            self.measured_in = figures_file(shape, self.config, self.wanted)
+            calibration = calibrate(shape, self.config, self.wanted)
             gc.collect()  # the probes' arrays: modules and what was traced on them refer to each other
             mx.clear_cache()
             self._predictor = Predictor(self.shape, self.config, self.resting_bytes, calibration)
@@ -95,6 +104,7 @@ class Planner:
         if trainer.segment_layers == "half":
             segmented = [self._by_halves()]
         elif trainer.segment_layers != "auto":
+            self._check_layers(trainer.segment_layers)
             segmented = [GradientPlan("segmented", trainer.segment_layers, self._in_flight())]
         if trainer.gradient == "segmented":
             return segmented
@@ -104,6 +114,16 @@ class Planner:
             return [GradientPlan("whole")]
         return [GradientPlan("whole"), GradientPlan("checkpoint"), *segmented]
 
+    def _check_layers(self, asked: int) -> None:
+        """Raises InputError for a segment of more layers than the backward goes through."""
+        walked, all_layers = max(self.shape.num_walked, 1), self.shape.view.num_layers
+        if asked > walked:
+            few = "" if walked == all_layers else f" the {walked} from the lowest trained one on of"
+            raise InputError(
+                f"trainer.segment_layers={asked}: the backward goes through{few} the model's {all_layers} "
+                f"layers. Give at most {walked}, or auto"
+            )
+
     def all_plans(self) -> list[GradientPlan]:
         """Returns every way to run the backward that differs from the others, and what was asked for."""
         *whole_layers, halves = self._segmented()
@@ -111,7 +131,8 @@ class Planner:
         return list(dict.fromkeys([*self._that_differ(every), *self._that_differ(self.plans())]))
 
     def _segmented(self) -> list[GradientPlan]:
-        whole_layers = [GradientPlan("segmented", size, self._in_flight()) for size in SEGMENT_LAYERS]
+        sizes = [size for size in SEGMENT_LAYERS if size <= max(self.shape.num_walked, 1)]
+        whole_layers = [GradientPlan("segmented", size, self._in_flight()) for size in sizes]
         return [*whole_layers, self._by_halves()]
 
     def _by_halves(self) -> GradientPlan:
@@ -147,20 +168,19 @@ class Planner:
         options = []
         if least.peak_bytes <= limit and asked != least.plan:
             how = "trainer=segmented" if asked.kind != "segmented" else _layers_of(least.plan)
-            options.append(f"{how} (about {gigabytes(least.peak_bytes)} GB)")
+            options.append(f"{how} (about {written(least.peak_bytes)})")
         for plan in dict.fromkeys((asked, least.plan)):
             name = f"trainer.gradient={plan.kind}"
             if plan.kind == asked.kind == "segmented" and plan != asked:
                 name = _layers_of(plan)
-            length = self.predictor.longest(plan, wanted, limit, wanted.length)
-            if 1 < length < wanted.length:
-                options.append(f"data.max_length={length + 1} with {name}")
+            length = wanted.max_length_of(self.predictor.longest(plan, wanted, limit, wanted.length))
+            if 2 < length < wanted.max_length:
+                options.append(f"data.max_length={length} with {name}")
             rows = self.predictor.most_rows(plan, wanted, limit)
-            if 0 < rows < wanted.rows:
-                fewer = f"data.batch_size={rows}"
-                if data.batch_tokens is not None:
-                    fewer = f"data.batch_tokens={rows * wanted.length}"
-                options.append(f"{fewer} with {name}")
+            if data.batch_tokens is not None and 0 < rows < wanted.rows:
+                options.append(f"data.batch_tokens={rows * wanted.length} with {name}")
+            elif 0 < wanted.batch_size_of(rows) < wanted.batch_size:
+                options.append(f"data.batch_size={wanted.batch_size_of(rows)} with {name}")
         if not options:
             return (
                 "Nothing that was looked at fits: it takes a smaller model or adapter, a smaller head.chunk, "
@@ -203,19 +223,25 @@ def refuse(choice: Choice) -> None:
         return
     raise GuardStop(
         f"the longest batch ({choice.wanted}) does not fit: {choice.plan} takes about "
-        f"{gigabytes(choice.peak_bytes)} GB and there are {gigabytes(choice.limit_bytes)} "
+        f"{written(choice.peak_bytes)} and there are {written(choice.limit_bytes)} "
         f"(trainer.memory_limit). {choice.help}"
     )
 
 
 def try_longest(attempt: Callable[[], object], choice: Choice) -> None:
-    """Runs `attempt`, a gradient of the longest batch. Raises: GuardStop with what would fit."""
+    """Runs `attempt`, a gradient of the longest batch.
+
+    Raises: GuardStop with what would fit, where there is no memory left or, on a CPU, which knows no limit of
+    its own, more was taken than there is.
+    """
+    mx.reset_peak_memory()
     try:
         attempt()
     except GuardStop as error:
         raise GuardStop(f"{error}. {choice.help}" if choice.help else str(error)) from error
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Returns GB of 10^9 bytes in two digits or three."""
-    return f"{num_bytes / 1e9:.2f}" if num_bytes < 10e9 else f"{num_bytes / 1e9:.1f}"
+    peak_bytes = mx.get_peak_memory()
+    if backend() == "cpu" and peak_bytes > choice.limit_bytes:
+        raise GuardStop(
+            f"the longest batch ({choice.wanted}) does not fit: {choice.plan} took {written(peak_bytes)} and "
+            f"there are {written(choice.limit_bytes)} (trainer.memory_limit). {choice.help or _LESS}"
+        )

@@ -13,19 +13,23 @@ from rich.text import Text
 
 from mlxft.backend import shape_multiple
 from mlxft.config.choices import LOSS_KEYS
+from mlxft.config.composition import Composed
 from mlxft.config.schema import Config
 from mlxft.errors import EXIT_DONE
 from mlxft.layouts.arrange import Arranger
-from mlxft.models.load import load_tokenizer, vocabulary_size
-from mlxft.planning.choose import Choice, Planner, gigabytes
+from mlxft.models.new_tokens import load_vocabulary
+from mlxft.planning.choose import Choice, Planner
 from mlxft.planning.local import local_folder
 from mlxft.planning.predict import Prediction
 from mlxft.planning.shape import ModelShape, shape_in
 from mlxft.planning.workload import Workload, longest_batch, median_batch, workload
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
+from mlxft.sizes import written
 from mlxft.training import objectives
-from mlxft.training.inputs import windows_to_plan
+from mlxft.training.folder import continued
+from mlxft.training.inputs import needs_tokenizer, windows_to_plan
 from mlxft.training.layout_choice import choose_layout
+from mlxft.training.reference_files import check_tokens
 
 _MOST_POSITIONS = 2**20  # that a row is thought to have
 _NARROWEST = 80
@@ -33,11 +37,15 @@ _NARROWEST = 80
 
 @dataclass(frozen=True)
 class Line:
-    """One way to run the backward: at the longest batch and the median one, and how long rows may be."""
+    """One way to run the backward: at the longest batch and the median one, and how long rows may be.
+
+    fits_length: positions of a row. fits_max_length: the same as data.max_length counts.
+    """
 
     longest: Prediction
     median: Prediction
     fits_length: int
+    fits_max_length: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class Survey:
                 "median_seconds": line.median.seconds,
                 "fits": line.longest.peak_bytes <= self.planner.limit_bytes,
                 "fits_length": line.fits_length,
+                "fits_max_length": line.fits_max_length,
             }
             for line in self.lines
         ]
@@ -84,6 +93,7 @@ class Survey:
             "median": asdict(self.median),
             "limit_bytes": self.planner.limit_bytes,
             "bound_bytes": self.planner.bound_bytes,
+            "measured_in": self.planner.measured_in and str(self.planner.measured_in),
             "plans": plans,
             "taken": asdict(self.choice.plan),
             "taken_fits": self.choice.fits,
@@ -103,10 +113,10 @@ class Survey:
         facts = [
             ("model", self.config.model.path),
             ("parameters", f"{shape.num_parameters:,}, {shape.num_trained:,} of them trained"),
-            ("weights", _size(self._weights_bytes)),
-            ("adapter", _size(self._adapter_bytes)),
-            ("gradients", _size(shape.trained_bytes)),
-            ("optimiser", f"{_size(shape.state_bytes)} ({self.config.optimizer.name})"),
+            ("weights", written(self._weights_bytes)),
+            ("adapter", written(self._adapter_bytes)),
+            ("gradients", written(shape.trained_bytes)),
+            ("optimiser", f"{written(shape.state_bytes)} ({self.config.optimizer.name})"),
             ("layout", self.layout),
             ("longest batch", str(self.longest)),
             ("median batch", str(self.median)),
@@ -115,11 +125,14 @@ class Survey:
         segmented = by_plan.get(self._one_layer)
         if segmented is not None:
             facts += [
-                ("what enters segments", f"{_size(segmented.layers_bytes)} (of one layer each)"),
-                ("one segment at work", _size(segmented.working_bytes)),
-                ("head", _size(segmented.head_bytes)),
+                ("what enters segments", f"{written(segmented.layers_bytes)} (of one layer each)"),
+                ("one segment at work", written(segmented.working_bytes)),
+                ("head", written(segmented.head_bytes)),
             ]
-        return facts + [("memory limit", _size(self.planner.limit_bytes))]
+        facts.append(("memory limit", written(self.planner.limit_bytes)))
+        if self.planner.measured_in is not None:
+            facts.append(("figures of", f"{self.planner.measured_in} (delete it to measure again)"))
+        return facts
 
     @property
     def _one_layer(self) -> Optional[GradientPlan]:
@@ -141,7 +154,7 @@ def main(overrides: list[str]) -> int:
     """
     from mlxft.config import compose
 
-    found = survey(compose([text for text in overrides if text != "--json"], command="plan").config)
+    found = survey(compose([text for text in overrides if text != "--json"], command="plan"))
     if "--json" in overrides:
         print(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
@@ -149,35 +162,42 @@ def main(overrides: list[str]) -> int:
     return EXIT_DONE
 
 
-def survey(config: Config) -> Survey:
+def survey(composed: Composed) -> Survey:
     """Returns the plan of a run; of the model only headers and the tokenizer are read.
 
     Raises: InputError as training would, before it reads the model.
     """
+    config = composed.config
+    continuation = continued(composed.run_name, asdict(config))
     folder = local_folder(config.model.path, config.model.revision)
     named = config.loss.reference
     reference = folder if named in ("base", "start") else local_folder(named, key="loss.reference")
-    tokenizer = load_tokenizer(folder, required=config.data.format != "tokens")
-    windows = windows_to_plan(config, tokenizer, vocabulary_size(folder))
-    shape = shape_in(config, folder)
+    vocabulary = load_vocabulary(config, folder, required=needs_tokenizer(config))
+    windows = windows_to_plan(config, vocabulary, continuation)
+    if reference != folder:
+        check_tokens(windows.rows, vocabulary, folder, reference)
+    shape = shape_in(config, folder, vocabulary.new)
     layout = config.trainer.layout
     if layout == "auto":
         layout = choose_layout(config.trainer.objective, windows.rows, shape.view.layouts)
     asked = config.trainer.gradient
     shape.view.require(layout, "whole" if asked == "auto" else asked)
+    if config.trainer.neftune_alpha:
+        shape.view.require_noise()
     objective = objectives.build(config, Arranger(layout, shape_multiple()))
     longest, median = (workload(objective, batch(windows)) for batch in (longest_batch, median_batch))
     is_another = "reference" in LOSS_KEYS[config.trainer.objective] and reference != folder
     planner = Planner(config, folder, longest, shape, reference if is_another else None)
     plans = planner.all_plans() if shape.can_probe else []
     lines = [_line(planner, plan, longest, median) for plan in plans]
-    return Survey(config, shape, planner, layout, longest, median, lines, planner.choose())
+    choice = planner.choose(continuation and continuation.plan())
+    return Survey(config, shape, planner, layout, longest, median, lines, choice)
 
 
 def _line(planner: Planner, plan: GradientPlan, longest: Workload, median: Workload) -> Line:
     predict = planner.predictor
     fits = predict.longest(plan, longest, planner.limit_bytes, _MOST_POSITIONS)
-    return Line(predict(plan, longest), predict(plan, median), fits)
+    return Line(predict(plan, longest), predict(plan, median), fits, longest.max_length_of(fits))
 
 
 def _show(found: Survey) -> None:
@@ -204,18 +224,18 @@ def _table(found: Survey) -> Table:
     """Returns a line for each way to run the backward; without lines or colours that it would need."""
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
     table.add_column("backward")
-    for name in ("peak GB", "s a step", "median GB", "s a step", "fits up to", ""):
+    for name in ("peak", "s a step", "median", "s a step", "fits up to", ""):
         table.add_column(name, justify="left" if not name else "right")
     for line in found.lines:
         longest, median = line.longest, line.median
         taken = longest.plan == found.choice.plan and found.choice.fits
         fits = longest.peak_bytes <= found.planner.limit_bytes
-        most = f"{line.fits_length:,}" + "+" * (line.fits_length >= _MOST_POSITIONS)
+        most = f"{line.fits_max_length:,}" + "+" * (line.fits_length >= _MOST_POSITIONS)
         table.add_row(
             _named(longest.plan),
-            gigabytes(longest.peak_bytes),
+            written(longest.peak_bytes),
             _seconds(longest.seconds),
-            gigabytes(median.peak_bytes),
+            written(median.peak_bytes),
             _seconds(median.seconds),
             most,
             "taken" if taken else "" if fits else "no fit",
@@ -230,7 +250,3 @@ def _named(plan: GradientPlan) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 1e9 else f"{gigabytes(num_bytes)} GB"

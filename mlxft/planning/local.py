@@ -7,6 +7,7 @@ from mlxft.errors import InputError
 from mlxft.hub import ANSWERS_WITHIN_S
 from mlxft.models import packaged
 from mlxft.models.resolve import PATTERNS, checked_folder, has_weights, is_hub_id
+from mlxft.sizes import written
 
 
 def local_folder(path: str, revision: Optional[str] = None, key: str = "model.path") -> Path:
@@ -57,4 +58,4 @@ def _to_fetch(hub_id: str, revision: Optional[str]) -> str:
         return f"{how}, but the hub does not say how large it is: {reason}"
     wanted = [file for file in about.siblings or [] if any(fnmatch(file.rfilename, p) for p in PATTERNS)]
     size = sum(file.size or 0 for file in wanted)
-    return f"{how}: {len(wanted)} files of {size / 1e9:.2f} GB together"
+    return f"{how}: {len(wanted)} files of {written(size)} together"

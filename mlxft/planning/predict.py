@@ -11,10 +11,11 @@ from functools import partial
 
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
+from mlxft.models.new_rows import NewRows
 from mlxft.planning.calibrate import HALVES, MOST_CHUNKS, Calibration, mlp_tokens
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives import HeadPlan
 from mlxft.training.reference import is_the_start
 
@@ -162,15 +163,15 @@ class Predictor:
         how = HeadPlan(self.config.head.kind, self.config.head.chunk)
         at_once = min(how.chunk_for(wanted.targets) or wanted.targets, wanted.targets)
         chunks = -(-wanted.targets // at_once)
-        is_segmented, vocabulary = plan.kind == "segmented", self.shape.vocabulary
-        of_kind = self.calibration.head["segmented" if is_segmented else "whole"]
+        vocabulary = self.shape.vocabulary
+        of_kind = self.calibration.head["segmented" if plan.kind == "segmented" else "whole"]
         logit, token, word = of_kind[min(chunks, MOST_CHUNKS) - 1]
         logits = max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
-        # Of a trained head each chunk has a gradient: added up one by one, or when all are there. While it is
+        # Of a trained head each chunk has a gradient, added to the sum of those before it. While it is
         # computed one of three arrays of logits is alive.
         gradient = self.shape.trained_head_bytes
         more = max(gradient - 2 * _LOGIT_BYTES * at_once * vocabulary, 0.0)
-        return logits + gradient * (min(chunks, 2) if is_segmented else chunks) + more
+        return logits + gradient * min(chunks, 2) + more
 
     def _seconds(self, plan: GradientPlan, wanted: Workload) -> float:
         """Returns the seconds of a step."""
@@ -254,7 +255,8 @@ def upper_bound(shape: ModelShape, config: Config, resting_bytes: int, wanted: W
         for group in walked
     )
     at_once = HeadPlan(config.head.kind, config.head.chunk).chunk_for(wanted.targets) or wanted.targets
-    head = 6 * 4 * at_once * shape.vocabulary + 4 * 4 * wanted.targets * shape.width
+    arrays = 8 if isinstance(shape.view.head_module, NewRows) else 6  # two kinds of logits are joined
+    head = arrays * 4 * at_once * shape.vocabulary + 4 * 4 * wanted.targets * shape.width
     scores = 2 * max((shape.attention.alive(group.window, rows, length) for group in walked), default=0.0)
     return int(resting_bytes + layers + head + scores + 8 * shape.trained_bytes)
 

@@ -6,7 +6,7 @@ at two lengths; the head is measured by itself.
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,9 +25,12 @@ from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.pieces import padded
 from mlxft.losses import Head
 from mlxft.models.decoder import DecoderView
+from mlxft.models.new_rows import NewRows
+from mlxft.models.new_tokens import new_tokens_of
 from mlxft.planning.shape import ModelShape
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
 from mlxft.segmented.gradients import head_loss
+from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.programs import Half, SegmentRunner
 from mlxft.training import optimizer
 from mlxft.training.objectives import HeadPlan, Sft
@@ -84,15 +87,24 @@ class ProbeModel:
     def cut(self, vocabulary: int) -> None:
         """Gives everything outside of the layers random arrays, the vocabulary cut to that many tokens."""
         inside = {id(module) for layer in self._layers for module in layer.modules()}
-        for _, module in self.view.model.named_modules():
-            if id(module) not in inside:
-                _fill_own(module, self.vocabulary, vocabulary)
+        outside = [module for module in self.view.model.modules() if id(module) not in inside]
+        sizes = {self.vocabulary: vocabulary}
+        for module in outside:
+            if isinstance(module, NewRows):  # the last of the cut vocabulary, as its table's end goes
+                sizes[module.table_size] = vocabulary - (self.vocabulary - module.table_size)
+                module.first = vocabulary - module.new_rows.shape[0]
+        for module in outside:
+            _fill_own(module, sizes)
         self.vocabulary = vocabulary
 
     def unlike_any_axis(self, size: int) -> int:
-        """Returns the size, or the next that no axis of an array has: a vocabulary is told by its size."""
+        """Returns the size, or the next that no axis of an array has: a vocabulary is told by its size.
+
+        Nor does one have what is left of it without new tokens.
+        """
         axes = {axis for _, array in tree_flatten(self.view.model.parameters()) for axis in array.shape}
-        return next(each for each in count(size) if each not in axes)
+        more = len(new_tokens_of(self.view.model))
+        return next(each for each in count(size) if not axes & set(range(each - more, each + 1)))
 
     def step(self, plan: GradientPlan, rows: int, length: int, repeat: int = 1) -> tuple[Cost, float]:
         """Returns the cost of a step's gradient, and the bytes that the update takes beyond its gradients."""
@@ -206,11 +218,11 @@ def _fill(layer: nn.Module) -> None:
         _fill_own(module)
 
 
-def _fill_own(module: nn.Module, size: int = 0, cut: int = 0) -> None:
-    """Gives a module's own parameters random values, axes of `size` cut to `cut`."""
+def _fill_own(module: nn.Module, sizes: Optional[Mapping[int, int]] = None) -> None:
+    """Gives a module's own parameters random values, axes of certain sizes cut to others."""
     for name, value in module.items():
         if isinstance(value, mx.array) and not name.startswith("_"):
-            shape = [cut if size and axis == size else axis for axis in value.shape]
+            shape = [(sizes or {}).get(axis, axis) for axis in value.shape]
             if mx.issubdtype(value.dtype, mx.floating):
                 # Around 1 for norms: what is next to nothing would agree with what leaves it out.
                 values = 0.02 * mx.random.normal(shape, key=mx.random.key(0)) + (value.ndim == 1)

@@ -1,14 +1,14 @@
 """What attention's scores take in a layer: the part of its memory that is not in proportion to the length.
 
 Rows that attend as a whole keep the scores of all positions; in blocks only those of the block at work are
-alive; a sliding window keeps two windows of them for each query behind the first window.
+alive; with a sliding window each query behind the first window has two windows of them.
 """
 
 from dataclasses import dataclass
 from typing import Optional
 
 from mlxft.backend import backend
-from mlxft.layouts.attention import FAST_HEAD_WIDTH, scores_bytes
+from mlxft.layouts.attention import FAST_HEAD_WIDTH, queries_in_windows, scores_bytes
 
 _FEWEST_QUERIES = 32  # of a block, whatever its scores take
 # Arrays of scores that are alive at once in the backward, measured: of blocks also the next one's begin.
@@ -37,6 +37,8 @@ class Attention:
         if window is None or length <= window:
             at_once = not self.is_fused and length <= self.longest_at_once(rows)
             return self._bytes(rows, length * length) if at_once else 0.0
+        if length > queries_in_windows(rows, self.num_heads, window):
+            return 0.0
         return self._bytes(rows, 2 * window * _behind(window, length))
 
     def alive(self, window: Optional[int], rows: int, length: int) -> float:
@@ -44,6 +46,9 @@ class Attention:
         runs, the kept included."""
         if kept := self.kept(window, rows, length):
             return _ALIVE * kept
+        if window is not None and length > window:
+            at_once = min(queries_in_windows(rows, self.num_heads, window), length)
+            return _ALIVE_OF_BLOCK * self._bytes(rows, at_once * min(window + at_once, 2 * window))
         if self.is_fused:
             return 0.0
         at_once = max(scores_bytes() // (4 * rows * self.num_heads * length), _FEWEST_QUERIES)

@@ -1,9 +1,9 @@
 """The trained model as shapes: every array known by size and type, none of them read."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,6 +16,7 @@ from mlxft.models.decoder import DecoderView, unchecked_view
 from mlxft.models.frozen_linear import dimensions
 from mlxft.models.load import lazy_model
 from mlxft.models.lora import AdapterReport, apply_adapter
+from mlxft.models.new_tokens import NewToken, add_new_tokens
 from mlxft.models.targets import EXPERTS, LINEARS
 from mlxft.models.whole_modules import base_arrays
 from mlxft.planning.scores import Attention
@@ -83,17 +84,16 @@ class ModelShape:
         return self.view.in_parts and self.view.layers_are_alike
 
 
-def shape_in(config: Config, folder: Path) -> ModelShape:
+def shape_in(config: Config, folder: Path, new: Sequence[NewToken] = ()) -> ModelShape:
     """Returns the shape of the model in `folder` trained as `config` says; only headers are read.
 
-    Raises: InputError as loading the model and putting the adapter on it do.
+    new: tokens that it is given. Raises: InputError as loading the model and putting the adapter on it do.
     """
     with _quietly():  # a run says it all when it loads the model
         model, _ = lazy_model(folder, config.model.dtype, lazily=True)
+        add_new_tokens(model, new)
         view = unchecked_view(model)
-        whole_weights = config.adapter.kind == "full"  # those of init_from have the same shapes
-        adapter = replace(config.adapter, init_from=None) if whole_weights else config.adapter
-        report = apply_adapter(model, adapter, config.trainer.seed)
+        report = apply_adapter(model, config.adapter, config.trainer.seed, lazily=True)
     return shape_of(view, report, config)
 
 

@@ -10,7 +10,11 @@ from mlxft.training.windows import Windows
 
 @dataclass(frozen=True)
 class Workload:
-    """A micro-batch. length: positions of a row. targets: tokens of all rows whose logits are needed.
+    """A micro-batch: as it is forwarded, and as data.batch_size and data.max_length count it.
+
+    length: positions of a row. targets: tokens of all rows whose logits are needed. batch_size: rows of the
+    data, of which a pair is one and forwards two. max_length: tokens of the longest of them, a prompt with
+    its longer answer.
 
     Rows that stand end to end count as rows of their mean length: each attends only to itself.
     """
@@ -18,6 +22,8 @@ class Workload:
     rows: int
     length: int
     targets: int
+    batch_size: int
+    max_length: int
 
     @property
     def positions(self) -> int:
@@ -27,7 +33,21 @@ class Workload:
     def at(self, length: int, rows: int = 0) -> "Workload":
         """Returns it with rows of another length, or another number of them, as large a share trained on."""
         rows = rows or self.rows
-        return Workload(rows, length, max(round(self.targets * rows * length / self.positions), 1))
+        targets = max(round(self.targets * rows * length / self.positions), 1)
+        return Workload(rows, length, targets, self.batch_size_of(rows), self.max_length_of(length))
+
+    def batch_size_of(self, rows: int) -> int:
+        """Returns the data.batch_size that forwards at most so many rows like these; 0: none."""
+        return rows * self.batch_size // self.rows
+
+    def max_length_of(self, length: int) -> int:
+        """Returns the data.max_length with which rows like these forward at most so many positions; 0: none.
+
+        Longer rows have longer answers too; but where one is cut, its prompt gives way, which a pair whose
+        answers share it forwards once.
+        """
+        in_proportion = 1 + (self.max_length - 1) * length // self.length
+        return max(min(in_proportion, self.max_length - self.length + length), 0)
 
     def __str__(self) -> str:
         rows = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
@@ -43,7 +63,8 @@ def workload(objective: Objective, batch: Sequence[Row]) -> Workload:
     prepared = objective.prepare(bare, counts)
     rows = len(bare) if objective.arranger.layout != "padded" else prepared.inputs["tokens"].shape[0]
     length = -(-prepared.num_positions // rows)
-    return Workload(rows, length, prepared.inputs["index"].shape[0])
+    longest = max(row.length for row in batch)
+    return Workload(rows, length, prepared.inputs["index"].shape[0], len(batch), longest)
 
 
 def longest_batch(windows: Windows) -> list[Row]:

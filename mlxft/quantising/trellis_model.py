@@ -1,4 +1,4 @@
-"""Makes the linear layers of a model's decoder trellis-quantised, layer by layer, each kept when it is done."""
+"""Makes the linear layers of a decoder trellis-quantised, layer by layer, each kept when it is done."""
 
 import json
 import os

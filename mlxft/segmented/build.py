@@ -8,8 +8,6 @@ from mlxft.segmented.gradients import Gradient, Objective, Observer
 from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.segments import SegmentedGradient
 
-__all__ = ["AnyGradient", "GradientPlan", "build"]
-
 AnyGradient = Union[Gradient, SegmentedGradient]
 
 

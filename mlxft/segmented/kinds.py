@@ -16,7 +16,7 @@ import numpy as np
 from mlxft.models.lora_linear import AdaptedLayer
 
 # Of an adapted layer: which decoder block it is in, an input of the program, and the layers beside it.
-_PLACE = {"block", "sharing"}
+_PLACE = {"block", "siblings"}
 # Of a module that is trained whole: the base's arrays, which no program reads.
 _UNREAD = {"kept_base"}
 # What mlx-lm's layers keep their own number under; most read it while they are made and never again.

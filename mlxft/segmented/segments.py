@@ -34,7 +34,7 @@ Arrays = dict[str, mx.array]
 
 _ONE_LAYER = GradientPlan("segmented")
 
-_MLP_TOKENS = 16_384  # whose MLP is computed at once, of layers in halves
+MLP_TOKENS = 16_384  # whose MLP is computed at once, of layers in halves
 
 
 class SegmentedGradient:
@@ -101,7 +101,7 @@ class SegmentedGradient:
         (middle,) = self._runner.forward(attention, state, cache, key)
         mx.eval(middle)
         # With dropout all at once: the masks are made for the whole row.
-        at_once = middle.shape[1] if key is not None else _MLP_TOKENS
+        at_once = middle.shape[1] if key is not None else MLP_TOKENS
         own, parts = {}, []
         for start in range(0, middle.shape[1], at_once):
             span = slice(start, start + at_once)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Optional
 
 from mlxft.errors import InputError
-from mlxft.training.checkpoint import CheckpointStore, read
+from mlxft.training.checkpoint import MANIFEST, OPTIMIZER, STATE, CheckpointStore, read
 from mlxft.training.disk import as_json, disk_guard, write_whole
 
 log = logging.getLogger("mlxft")
 
 _STEP = "best.json"
+_NOT_OF_ADAPTER = (_STEP, MANIFEST, OPTIMIZER, STATE)  # files beside one
 
 
 class BestAdapter:
@@ -45,8 +46,9 @@ class BestAdapter:
                 shutil.rmtree(self._folder)
             if source is not None:
                 self._folder.mkdir()
-                for file in source.glob("adapter*"):
-                    shutil.copy(file, self._folder)
+                for file in source.iterdir():
+                    if file.name not in _NOT_OF_ADAPTER:
+                        shutil.copy(file, self._folder)
                 write_whole(self._folder / _STEP, as_json({"step": step}))
                 return
         log.warning(

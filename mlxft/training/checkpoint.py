@@ -1,7 +1,8 @@
 """Checkpoints that are either whole or not there: written aside, synced, hashed, then renamed.
 
     checkpoints/step-000010/
-        adapters.safetensors, adapter_config.json   the trained arrays, in mlx-lm's layout
+        adapters.safetensors, adapter_config.json   the trained arrays, in mlx-lm's layout; the tokenizer
+                                                    too where the model has new tokens
         optimizer.safetensors                       the optimiser's state
         state.json                                  step, counts, best validation so far, what was trained on
         manifest.json                               size and SHA-256 of each file above

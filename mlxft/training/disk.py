@@ -21,8 +21,15 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
-def disk_guard(what: Union[str, Path]):
-    """Makes of a write that fails within the block a GuardStop that names `what`."""
+def disk_guard(
+    what: Union[str, Path],
+    kept: str = "Earlier checkpoints are intact",
+    then: str = "continue with trainer.resume=auto",
+):
+    """Makes of a write that fails within the block a GuardStop that names `what`.
+
+    kept, then: what the message says of that which is there, and what to do once it can be written.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -30,8 +37,7 @@ def disk_guard(what: Union[str, Path]):
             raise
         reason = getattr(error, "strerror", None) or error
         raise GuardStop(
-            f"{what} could not be written: {reason}. Earlier checkpoints are intact; {_remedy(error)}, "
-            "then continue with trainer.resume=auto"
+            f"{what} could not be written: {reason}. {kept}; {_remedy(error)}, then {then}"
         ) from error
 
 
@@ -84,7 +90,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_arrays(path: Path, arrays: dict[str, mx.array], notes: Optional[dict[str, str]] = None) -> None:
-    """Writes arrays as safetensors and waits until the disk has them. notes: kept with them. Raises: OSError."""
+    """Writes arrays, and notes, as safetensors and waits until the disk has them. Raises: OSError."""
     with open(path, "wb") as file:
         mx.save_safetensors(file, arrays, {"format": "mlx"} | (notes or {}))
         file.flush()

@@ -84,6 +84,37 @@ def open_run(name: str, config: dict[str, Any]):
         yield start
 
 
+def continued(name: str, config: dict[str, Any]) -> Optional[Continuation]:
+    """Returns what a run of this name would continue, None for one that starts afresh; nothing is written.
+
+    Raises: InputError as `open_run`, but for a folder that cannot be written or that a process is in.
+    """
+    resume = config["trainer"]["resume"]
+    given = Path(config["run"]["dir"]) if config["run"]["dir"] else None
+    if resume == "none":
+        _refuse_what_is_there(given)
+        return None
+    if resume == "auto":
+        run_dir = _to_continue(given, name, config)
+        checkpoint = None if run_dir is None else CheckpointStore(run_dir).latest()
+        if checkpoint is None:
+            _refuse_what_has_ended(given)
+            return None
+    else:
+        checkpoint = _checkpoint_at(Path(resume))
+        if given is None or given.resolve() != checkpoint.run_dir:
+            _refuse_what_is_there(given)
+        elif CheckpointStore(given).has_later(checkpoint.step):
+            raise _would_overwrite(given, Path(resume))
+    return _checked(checkpoint, config)
+
+
+def _refuse_what_is_there(given: Optional[Path]) -> None:
+    if given is not None:
+        _refuse_what_is_no_runs(given)
+        _refuse_a_run(given, _is_a_runs(given))
+
+
 def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
     """A run from its first step, in the folder that was given or a new one."""
     if given is None:
@@ -92,6 +123,12 @@ def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
     if not _holds_a_run(given) or was_a_runs:
         _refuse_what_is_no_runs(given)
         _enter(given, held)  # which tells of a process that is in it
+    _refuse_a_run(given, was_a_runs)
+    return Start(given)
+
+
+def _refuse_a_run(given: Path, was_a_runs: bool) -> None:
+    """Raises InputError for a folder with a run in it. was_a_runs: before this process entered it."""
     if _holds_a_run(given):
         how = ""
         if CheckpointStore(given).folders():
@@ -99,7 +136,6 @@ def _fresh(given: Optional[Path], name: str, held: ExitStack) -> Start:
         elif was_a_runs and not (given / SUMMARY).exists():
             how = "trainer.resume=auto starts it afresh, since it has no checkpoint; "
         raise InputError(f"run.dir={given} holds a run already. {how}another run.dir keeps both")
-    return Start(given)
 
 
 def _is_a_runs(folder: Path) -> bool:
@@ -128,7 +164,8 @@ def _holds_a_run(folder: Path) -> bool:
     return any(os.path.exists(folder / left) for left in _LEFT_BY_A_RUN)
 
 
-def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack) -> Start:
+def _to_continue(given: Optional[Path], name: str, config: dict[str, Any]) -> Optional[Path]:
+    """Returns the folder in which trainer.resume=auto looks for checkpoints, None for a run without any."""
     if given is not None and os.path.exists(given) and not CheckpointStore(given).folders():
         if _holds_a_run(given) and not _is_a_runs(given):
             raise InputError(
@@ -136,21 +173,29 @@ def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitSt
                 "Another run.dir keeps them"
             )
         _refuse_what_is_no_runs(given)
-    run_dir = given or _newest_same(name, config)
+    return given or _newest_same(name, config)
+
+
+def _auto(given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack) -> Start:
+    run_dir = _to_continue(given, name, config)
     if run_dir is not None:
         _enter(run_dir, held)
         checkpoint = CheckpointStore(run_dir).latest()
         if checkpoint is not None:
             return Start(run_dir, _checked(checkpoint, config))
+    _refuse_what_has_ended(given)
+    start = Start(given or _enter_new(name, held))
+    where = given or ROOT / name
+    log.info("trainer.resume=auto: no checkpoint to continue in %s, starting afresh", where)
+    return start
+
+
+def _refuse_what_has_ended(given: Optional[Path]) -> None:
     if given is not None and (given / SUMMARY).exists():
         raise InputError(
             f"run.dir={given} holds a run that has ended, without a checkpoint to continue. Another "
             "run.dir keeps it"
         )
-    start = Start(given or _enter_new(name, held))
-    where = given or ROOT / name
-    log.info("trainer.resume=auto: no checkpoint to continue in %s, starting afresh", where)
-    return start
 
 
 def _newest_same(name: str, config: dict[str, Any]) -> Optional[Path]:
@@ -171,7 +216,28 @@ def _newest_same(name: str, config: dict[str, Any]) -> Optional[Path]:
 def _from_path(
     path: Path, given: Optional[Path], name: str, config: dict[str, Any], held: ExitStack
 ) -> Start:
-    """A run's folder (its newest whole checkpoint) or one checkpoint's folder."""
+    checkpoint = _checkpoint_at(path)
+    run_dir = checkpoint.run_dir
+    if given is not None and (run_dir is None or given.resolve() != run_dir):
+        place = _fresh(given, name, held).run_dir
+    elif run_dir is not None and _enter_if_newest(run_dir, checkpoint, held):
+        place = run_dir
+    elif given is not None:
+        raise _would_overwrite(given, path)
+    else:
+        place = _enter_new(name, held)
+    return Start(place, _checked(checkpoint, config))
+
+
+def _would_overwrite(given: Path, path: Path) -> InputError:
+    return InputError(
+        f"run.dir={given} holds later steps than {path}, which would be overwritten. Give another "
+        "run.dir, or leave it out for a new folder"
+    )
+
+
+def _checkpoint_at(path: Path) -> Checkpoint:
+    """Returns the newest whole checkpoint of a run's folder, or that of one checkpoint's folder."""
     if not os.path.isdir(path):
         raise InputError(
             f"trainer.resume={path}: there is no such folder. Give a run's folder, "
@@ -186,19 +252,7 @@ def _from_path(
         )
     if checkpoint is None:
         raise InputError(f"trainer.resume={path}: the run has no checkpoint yet")
-    run_dir = checkpoint.run_dir
-    if given is not None and (run_dir is None or given.resolve() != run_dir):
-        place = _fresh(given, name, held).run_dir
-    elif run_dir is not None and _enter_if_newest(run_dir, checkpoint, held):
-        place = run_dir
-    elif given is not None:
-        raise InputError(
-            f"run.dir={given} holds later steps than {path}, which would be overwritten. Give another "
-            "run.dir, or leave it out for a new folder"
-        )
-    else:
-        place = _enter_new(name, held)
-    return Start(place, _checked(checkpoint, config))
+    return checkpoint
 
 
 def _enter_if_newest(run_dir: Path, checkpoint: Checkpoint, held: ExitStack) -> bool:

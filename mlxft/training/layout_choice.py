@@ -23,10 +23,10 @@ def choose_layout(objective: str, rows: Sequence, usable: frozenset[str]) -> str
 
 
 def log_tokens(layout: str, pairs: Sequence[Pair]) -> None:
-    """Logs how many tokens a pair is with its prompt forwarded once, and how many in two forwards."""
+    """Logs how many tokens a pair is with its prompt forwarded once, and how many in two padded rows."""
     apart, shared = forwarded(pairs)
     log.info(
-        "layout: %s; %d tokens a pair with the prompt forwarded once, %d with two forwards",
+        "layout: %s; %d tokens a pair with the prompt forwarded once, %d in two rows of one length",
         layout,
         shared // len(pairs),
         apart // len(pairs),
@@ -34,6 +34,6 @@ def log_tokens(layout: str, pairs: Sequence[Pair]) -> None:
 
 
 def forwarded(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """Returns the tokens of all pairs in two forwards each, and with each prompt forwarded once."""
+    """Returns the tokens of all pairs as two rows padded to the longer, and with prompts forwarded once."""
     shared = sum(pair.num_tokens for pair in pairs)
-    return shared + sum(len(pair.prompt) for pair in pairs), shared
+    return sum(2 * pair.length for pair in pairs), shared

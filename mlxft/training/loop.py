@@ -10,6 +10,7 @@ from typing import Any, Callable, Optional, Protocol, Sequence
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxft.backend import backend
 from mlxft.config.schema import Config
 from mlxft.errors import GuardStop, Interrupted
 from mlxft.training.best import BestAdapter
@@ -103,9 +104,18 @@ class Loop:
         if self.progress.skipped == self.progress.step:
             raise GuardStop(
                 f"stopped: none of the {self.progress.step} steps had finite gradients, so nothing was "
-                "trained. A lower optimizer.lr or adapter.alpha, or model.dtype=float32, may help"
+                f"trained. What may help: {self._remedy()}"
             )
         return "completed"
+
+    def _remedy(self) -> str:
+        """Returns what helps where gradients are never finite."""
+        ways = ["a lower optimizer.lr or adapter.alpha"]
+        if self.config.trainer.objective != "sft":
+            ways.append("loss.beta nearer to its default")
+        if backend() != "cpu" and self.config.model.dtype != "float32":
+            ways.append("model.dtype=float32")
+        return ", or ".join(ways)
 
     def _take_step(self) -> bool:
         """Takes one optimiser step; False if a stop was asked for within its window."""

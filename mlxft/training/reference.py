@@ -8,8 +8,9 @@ rows are not scored twice.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -26,7 +27,9 @@ from mlxft.models.decoder import view as checked_view
 from mlxft.models.load import load_model
 from mlxft.models.lora_linear import adapter_disabled
 from mlxft.models.resolve import resolve
-from mlxft.training.reference_files import Digests, is_the_start
+from mlxft.progress import followed
+from mlxft.training.objectives.common import Reference
+from mlxft.training.reference_files import NEW_TOKENS, Digests, is_the_start
 from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")
@@ -34,8 +37,7 @@ log = logging.getLogger("mlxft")
 # Bumped when the values of the same model and rows change.
 _VERSION = 2
 
-# Enters the reference policy, given the view of the one in training, and gives the view to score with.
-Reference = Callable[[DecoderView], AbstractContextManager[DecoderView]]
+_SECONDS_UNKEPT = 30
 
 
 @contextmanager
@@ -98,22 +100,51 @@ def with_references(
     if values is not None:
         log.info("reference log-probabilities of %d rows: as kept in %s", len(rows), path)
     else:
-        log.info(
-            "reference log-probabilities of %d rows: computed once and kept in %s", len(rows), path.parent
-        )
-        rows = list(rows)
-        values = _score(objective, view, rows, config.data.batch_size)
-        _keep(path, values)
+        values = _score_and_keep(objective, view, list(rows), config, path)
     return [replace(row, ref_logps=tuple(both)) for row, both in zip(rows, values, strict=True)]
 
 
-def _score(objective, view: DecoderView, rows: list[Any], batch_size: int) -> np.ndarray:
-    """Returns the reference's values (N, 2) float32 in the order of the rows."""
+def _score_and_keep(
+    objective, view: DecoderView, rows: list[Any], config: Config, path: Path
+) -> np.ndarray:
+    """Returns the reference's values (N, 2) float32 in the order of the rows.
+
+    They are kept at the end, and now and then before it, so that a run that is stopped does not score rows
+    again. Batches are the same in each run, and so are their values.
+    """
+    unfinished = path.with_suffix(".unfinished.npy")
+    values = _kept(unfinished, len(rows))
+    if values is None:
+        values = np.full((len(rows), 2), np.nan, np.float32)
     place = {id(row): index for index, row in enumerate(rows)}
-    values = np.zeros((len(rows), 2), np.float32)
-    for batch in fixed_batches(rows, batch_size):
-        values[[place[id(row)] for row in batch]] = objective.reference_logps(view, batch)
+    batches = [[place[id(row)] for row in batch] for batch in fixed_batches(rows, config.data.batch_size)]
+    left = [batch for batch in batches if np.isnan(values[batch]).any()]
+    _announce(len(rows), sum(map(len, left)), config)
+    kept_at = time.monotonic()
+    try:
+        for batch in followed(left, "reference log-probabilities"):
+            values[batch] = objective.reference_logps(view, [rows[index] for index in batch])
+            if time.monotonic() - kept_at > _SECONDS_UNKEPT:
+                _keep(unfinished, values)
+                kept_at = time.monotonic()
+                log.info("  %d of %d so far", np.count_nonzero(~np.isnan(values[:, 0])), len(rows))
+    except BaseException:
+        _keep(unfinished, values)
+        raise
+    _keep(path, values)
+    unfinished.unlink(missing_ok=True)
+    log.info("reference log-probabilities of %d rows: kept in %s", len(rows), path.parent)
     return values
+
+
+def _announce(num_rows: int, num_left: int, config: Config) -> None:
+    begun = f", {num_rows - num_left:,} of them before" * (num_left < num_rows)
+    trainer, data = config.trainer, config.data
+    seen = num_rows if trainer.max_steps is None else trainer.max_steps * trainer.accumulate * data.batch_size
+    hint = ""
+    if seen < num_rows / 2:
+        hint = f"; this run sees {seen:,} of them: loss.reference_scored=every_step scores no more"
+    log.info("reference log-probabilities of %d rows: being computed once%s%s", num_rows, begun, hint)
 
 
 def _key(objective, rows: list[Any], config: Config, digests: Mapping[str, Digests]) -> str:
@@ -134,6 +165,8 @@ def _key(objective, rows: list[Any], config: Config, digests: Mapping[str, Diges
         config.trainer.objective,
         rows_digest(rows),
     )
+    if NEW_TOKENS in digests:
+        of_what += (sorted(digests[NEW_TOKENS].items()),)
     how = (objective.head, objective.arranger, config.data.batch_size, config.model.dtype, backend())
     return hashlib.sha256(repr((_VERSION, of_what, how)).encode()).hexdigest()[:32]
 

@@ -13,11 +13,13 @@ from mlxft.data.example import Pair, Unpaired
 from mlxft.errors import InputError
 from mlxft.models.fingerprint import adapter_digests, weight_digests
 from mlxft.models.load import load_tokenizer, vocabulary_size
+from mlxft.models.new_tokens import NewToken, Vocabulary
 from mlxft.models.resolve import resolve
 
 # Of the files of a model or an adapter, by name.
 Digests = Mapping[str, str]
 
+NEW_TOKENS = "model.new_tokens"  # also those of adapters
 _TOKENIZER = "tokenizer.json"
 
 
@@ -57,6 +59,11 @@ def digests_of_files(config: Config, policy: Path, reference: Path) -> dict[str,
     return digests
 
 
+def digests_of_tokens(new: Sequence[NewToken]) -> dict[str, Digests]:
+    """Returns what the rows of new tokens begin as, by the key that names them; nothing without new ones."""
+    return {NEW_TOKENS: {token.text: f"{token.number} {token.pieces}" for token in new}} if new else {}
+
+
 def _of_starts(adapter: AdapterConfig) -> Digests:
     """Returns the digests of the adapters that are added up, each file's name with its adapter's number."""
     folders = [Path(folder).expanduser() for folder in adapter.starts]
@@ -70,10 +77,12 @@ def _of_starts(adapter: AdapterConfig) -> Digests:
     return found | {"adapter.init_weights": str(adapter.init_weights)}
 
 
-def check_tokens(rows: Sequence[Pair | Unpaired], tokenizer: Any, policy: Path, reference: Path) -> None:
+def check_tokens(
+    rows: Sequence[Pair | Unpaired], vocabulary: Vocabulary, policy: Path, reference: Path
+) -> None:
     """Refuses a reference, a model of its own, to which the tokens of these rows mean something else.
 
-    tokenizer: of the policy, None if it has none. policy, reference: the folders of the two models. Where
+    vocabulary: of the policy. policy, reference: the folders of the two models. Where
     one has no tokenizer, only the reference's vocabulary is looked at.
 
     Raises: InputError for a row with a token that the reference has no embedding for, or for one that the
@@ -87,7 +96,10 @@ def check_tokens(rows: Sequence[Pair | Unpaired], tokenizer: Any, policy: Path, 
                 f"{row.where}: token {highest} is beyond the vocabulary of loss.reference, which ends at "
                 f"{size - 1}. A reference needs the tokenizer of the model that is trained"
             )
-    if tokenizer is None or _same_file(policy / _TOKENIZER, reference / _TOKENIZER):
+    tokenizer = vocabulary.tokenizer
+    if tokenizer is None:
+        return
+    if not vocabulary.new and _same_file(policy / _TOKENIZER, reference / _TOKENIZER):
         return
     other = load_tokenizer(reference, required=False)
     if other is not None:

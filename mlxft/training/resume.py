@@ -24,7 +24,7 @@ from mlxft.config.schema import Config
 from mlxft.errors import InputError
 from mlxft.models.fingerprint import CONFIG
 from mlxft.models.lora import DEFAULT_RANK, AdapterReport
-from mlxft.segmented.build import GradientPlan
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.checkpoint import ADAPTER, OPTIMIZER, Checkpoint
 from mlxft.training.loop import Progress
 from mlxft.training.reference_files import is_start
@@ -40,6 +40,8 @@ _FIXED = (
     "model.path",
     "model.revision",
     "model.dtype",
+    "model.new_tokens",
+    "model.new_special_tokens",
     "data.batch_size",
     "data.batch_tokens",
     "data.shuffle",
@@ -49,6 +51,8 @@ _FIXED = (
     "trainer.accumulate",
     "trainer.seed",
     "adapter.kind",
+    "adapter.rank_by",
+    "adapter.ranks",
     "optimizer.name",
 )
 # Judged by what came of them: the rows' tokens, the adapter's layers, rank and scale.
@@ -82,6 +86,7 @@ _WITHOUT_EFFECT = (
     "trainer.log_memory",
     "trainer.memory_limit",
     "trainer.samples",
+    "adapter.any_base",
 )
 
 
@@ -213,7 +218,8 @@ class Continuation:
                 if names and key == "loss.reference":
                     log.warning("resuming: %s; the run will differ from one never stopped", what)
                 elif names:
-                    self._refuse_files(f"was trained on a model that has changed since: {what}")
+                    of_others = " adapter.any_base=true"
+                    self._refuse_files(f"was trained on a model that has changed since: {what}", of_others)
         key = "adapter.init_from"
         if self._begins_reference() and self._knows_files(key):
             names = _differing(before.get(key, {}), weights.get(key, {}))
@@ -221,11 +227,11 @@ class Continuation:
                 what = f"{key}={self._now[key]} (was {self._before[key]}) has other files ({names})"
                 self._refuse_files(f"was trained against a reference that would change: {what}")
 
-    def _refuse_files(self, what: str) -> None:
+    def _refuse_files(self, what: str, also: str = "") -> None:
         folder = self.checkpoint.folder
         raise InputError(
             f"{folder} {what}. Put them back, or start a new run from what it had learnt with "
-            f"adapter.init_from={folder}"
+            f"adapter.init_from={folder}{also}"
         )
 
     def check_rows(self, rows: Mapping[str, Optional[str]]) -> None:

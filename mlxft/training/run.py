@@ -14,21 +14,32 @@ from mlxft.config import to_yaml
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
 from mlxft.data.batches import PackedOrder
-from mlxft.errors import InputError, MlxftError
+from mlxft.errors import MlxftError
 from mlxft.layouts.arrange import Arranger
+from mlxft.models import manifest
 from mlxft.models.adapters import save_adapter
-from mlxft.models.load import load_tokenizer, num_positions, vocabulary_size
+from mlxft.models.load import chat_template, num_positions
+from mlxft.models.new_tokens import load_vocabulary
 from mlxft.models.resolve import resolve
 from mlxft.planning.choose import Choice, Planner, refuse, try_longest
 from mlxft.planning.shape import shape_of
 from mlxft.planning.workload import longest_batch, workload
 from mlxft.segmented.build import AnyGradient, build
+from mlxft.sizes import written
 from mlxft.training import environment, objectives, optimizer, resume
 from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
 from mlxft.training.folder import CONFIG, Start, open_run
-from mlxft.training.inputs import in_windows, load_rows, load_trained, warn_of_positions
+from mlxft.training.inputs import (
+    check_steps,
+    in_windows,
+    load_rows,
+    load_trained,
+    needs_tokenizer,
+    warn_of_positions,
+    warn_of_unseen,
+)
 from mlxft.training.layout_choice import choose_layout
 from mlxft.training.loop import Loop, Progress
 from mlxft.training.memory import MemoryLog, StepMemory, memory_guard
@@ -36,7 +47,12 @@ from mlxft.training.metrics import MetricsFile
 from mlxft.training.objectives.common import Row
 from mlxft.training.reference import make as make_reference
 from mlxft.training.reference import with_references
-from mlxft.training.reference_files import check_tokens, digests_of_files, model_folder
+from mlxft.training.reference_files import (
+    check_tokens,
+    digests_of_files,
+    digests_of_tokens,
+    model_folder,
+)
 from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
@@ -66,8 +82,7 @@ def train(composed) -> RunResult:
     Raises: InputError for wrong input, GuardStop and Interrupted as the loop does.
     """
     config = composed.config
-    name = composed.recipe or config.trainer.objective
-    with lasting_output(), open_run(name, asdict(config)) as start, _end_in_log():
+    with lasting_output(), open_run(composed.run_name, asdict(config)) as start, _end_in_log():
         run = _Run(config, start)
         if config.trainer.dry_run:
             return run.dry_run()
@@ -100,29 +115,27 @@ class _Run:
         self.weights = digests_of_files(config, folder, reference_folder)
         if start.continuation:
             start.continuation.check_weights(self.weights)
-        vocabulary = vocabulary_size(folder)
-        asks = config.data.format != "tokens" or bool(config.trainer.samples)
-        self.tokenizer = load_tokenizer(folder, required=asks)
-        self.rows = load_rows(config, self.tokenizer, vocabulary)
+        self.vocabulary = load_vocabulary(config, folder, required=needs_tokenizer(config))
+        self.weights |= digests_of_tokens(self.vocabulary.new)
+        self.rows = load_rows(config, self.vocabulary)
+        warn_of_unseen(self.vocabulary.new, self.rows)
         warn_of_positions((self.rows.train, self.rows.valid), num_positions(folder))
         if reference_folder != folder:
             for rows in (self.rows.train, self.rows.valid):
-                check_tokens(rows, self.tokenizer, folder, reference_folder)
+                check_tokens(rows, self.vocabulary, folder, reference_folder)
         if start.continuation:
             start.continuation.check_rows(self.rows.digests())
         self.windows = in_windows(config, self.rows)
         self.total_steps = self.windows.total_steps(config.trainer.max_steps, config.trainer.epochs)
+        check_steps(config, self.total_steps, start.continuation)
         if start.continuation:
             self.windows.begin(start.continuation.checkpoint.state)
-        if start.step > self.total_steps:
-            raise InputError(
-                f"{start.continuation.checkpoint.folder} has {start.step} steps done, and the run is to have "
-                f"{self.total_steps}. Give more: trainer.max_steps or trainer.epochs"
-            )
-        optimizer.check_schedule(config.schedule, self.total_steps)
-        self.view, self.report = load_trained(config, folder)
+        self.view, self.report = load_trained(config, folder, self.vocabulary.new)
         if start.continuation:
             start.continuation.check_adapter(self.report)
+        self.manifest = manifest.describe(
+            config.model, folder, self.rows.digests(), to_yaml(config), chat_template(self.tokenizer)
+        )
         self._make_objective(reference_folder)
         self.choice = self._choose_plan(folder, reference_folder)
         self.memory = StepMemory()
@@ -160,8 +173,8 @@ class _Run:
         seconds, peak = time.perf_counter() - began, self.memory.peak_bytes()
         log.info(
             "dry run: the longest batch (%s) took %.1f s, its kernels' compilation included, and a peak of "
-            "%.2f GB; loss %.4f, gradient norm %.4f. Nothing was written",
-            self.choice.wanted, seconds, peak / 1e9, window.loss, window.grad_norm,
+            "%s; loss %.4f, gradient norm %.4f. Nothing was written",
+            self.choice.wanted, seconds, written(peak), window.loss, window.grad_norm,
         )  # fmt: skip
         return RunResult(self.run_dir, self.run_dir / "adapter", "dry_run", 0, window.loss, None)
 
@@ -273,7 +286,9 @@ class _Run:
         )
 
     def _write_adapter(self, folder: Path) -> None:
-        save_adapter(folder, self.view.model, self.config.adapter, self.config.model.path)
+        model, tokenizer = self.view.model, self.vocabulary.tokenizer
+        save_adapter(folder, model, self.config.adapter, self.config.model.path, tokenizer)
+        write_whole(folder / manifest.NAME, as_json(self.manifest))
 
     def _write_identity(self) -> None:
         write_whole(self.run_dir / CONFIG, to_yaml(self.config))
@@ -290,7 +305,7 @@ class _Run:
         return path
 
     def _sample(self) -> list[dict[str, str]]:
-        return answer_all(self.view.model, self.tokenizer, self.config.trainer.samples)
+        return answer_all(self.view.model, self.vocabulary.tokenizer, self.config.trainer.samples)
 
     def _samples_before(self) -> list[dict[str, str]]:
         """Answers before training: a continued run keeps what its beginning answered."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, Optional, TextIO
 
+from mlxft.sizes import written
+
 log = logging.getLogger("mlxft")
 
 # Without a terminal, steps are printed at most this often, so that logs stay readable.
@@ -136,7 +138,7 @@ def _describe(record: dict[str, Any], left: str) -> str:
     skipped = "SKIPPED (not finite)  " if "skipped" in record else ""
     return (
         f"{skipped}loss {record['loss']:.4f}  {_speed(record)}  "
-        f"peak {record['peak_bytes'] / 1e9:.2f} GB  {left} left  lr {record['lr']:.2e}"
+        f"peak {written(record['peak_bytes'])}  {left} left  lr {record['lr']:.2e}"
     )
 
 

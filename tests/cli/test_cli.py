@@ -46,7 +46,8 @@ def test_help_and_recipes_answer_in_under_a_second(arguments):
 def test_help_and_recipes_import_nothing_heavy():
     program = (
         "import sys; from mlxft.cli import main; "
-        "[main([command, '--help']) for command in ('train', 'eval', 'generate', 'preview', 'plan')]; "
+        "commands = ('train', 'eval', 'generate', 'export', 'preview', 'plan'); "
+        "[main([command, '--help']) for command in commands]; "
         "main(['--help']); main(['recipes']); "
         "heavy = {'mlx.core', 'transformers', 'datasets', 'hydra', 'numpy', 'rich'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
@@ -86,7 +87,7 @@ def test_a_typo_ends_every_command_that_takes_keys_with_2(command, capsys):
     "arguments, words",
     [
         (["trian"], "did you mean mlxft train?"),
-        (["zzz"], "there are train, eval, generate, preview, plan, recipes, migrate, doctor"),
+        (["zzz"], "there are train, eval, generate, export, preview, plan, recipes, migrate, doctor"),
         (["optimizer.lr=1"], "the command comes first: mlxft train optimizer.lr=1"),
         (["recipes", "made_upp"], "did you mean made_up?"),
         (["recipes", "copy"], "takes nothing, NAME, or copy NAME"),
@@ -166,7 +167,10 @@ def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
         ["recipes"],
         ["train", "--config", f"model.path={model}", "data.train=rows.jsonl"],
         ["eval", f"model.path={model}", "data.valid=rows.jsonl"],
+        ["eval", "--json", f"model.path={model}", "data.valid=rows.jsonl"],
         ["generate", f"model.path={model}", "prompt=a", "max_tokens=2"],
+        ["preview", f"model.path={model}", "data.train=rows.jsonl"],
+        ["plan", f"model.path={model}", "data.train=rows.jsonl"],
     ):
         with open("/dev/full", "w") as full:
             done = mlxft(*command, stdout=full)
@@ -178,6 +182,9 @@ def test_a_full_disk_under_the_output_is_said_and_ends_with_3(tmp_path):
     with open("/dev/full", "w") as full:
         done = mlxft("recipes", stdout=full, stderr=full)
     assert done.returncode == 3
+    with open("/dev/full", "w") as full:  # what is said beside an answer is no part of it
+        done = mlxft("generate", f"model.path={model}", "prompt=a", "max_tokens=2", stderr=full)
+    assert done.returncode == 0 and done.stdout
 
 
 def test_python_takes_a_dictionary_a_config_or_overrides_with_the_same_check():

@@ -230,6 +230,7 @@ def test_a_hub_id_is_not_looked_for_on_the_disk(rows):
         (["trainer=orpo", "loss.gamma=1"], "orpo does not use it (it is for simpo)"),
         (["trainer=cpo", "loss.reference=start"], "cpo does not use it (it is for dpo, kto)"),
         (["trainer=dpo", "loss.label_smoothing=0.1"], "loss.variant=sigmoid has no use for it"),
+        (["trainer=dpo", "loss.variant=cdpo"], "without it loss.variant=cdpo is sigmoid"),
         (["trainer=dpo", "loss.variant=exo_pair"], "divides by it"),
     ],
 )

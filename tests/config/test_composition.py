@@ -109,7 +109,7 @@ def test_eval_wants_a_model_and_a_file_and_refuses_what_it_does_not_use():
             command="eval",
         )
     text = str(caught.value)
-    assert "data.valid or data.train: it is missing" in text
+    assert "data.valid or data.train or eval.tasks: it is missing" in text
     assert "optimizer.lr: mlxft eval does not use it" in text
     assert "trainer: mlxft eval does not use it" in text
     assert "data.shuffle: mlxft eval does not use it" in text
@@ -117,8 +117,8 @@ def test_eval_wants_a_model_and_a_file_and_refuses_what_it_does_not_use():
 
 def test_generate_has_keys_of_its_own():
     made = compose(["model.path=owner/name", "prompt=Who are you?", "temperature=0.5"], command="generate")
-    assert made.generate.prompt == "Who are you?"
-    assert (made.generate.temperature, made.generate.max_tokens, made.generate.system) == (0.5, 256, None)
+    assert made.own.prompt == "Who are you?"
+    assert (made.own.temperature, made.own.max_tokens, made.own.system) == (0.5, 256, None)
     with pytest.raises(InputError) as caught:
         compose(
             ["model.path=owner/name", "tempreature=0.5", "max_tokens=0", "trainer.seed=1"], command="generate"

@@ -3,10 +3,10 @@
 import pytest
 
 from mlxft.config.keys import edit_distance, flatten, keys_of, nearest, nearest_key, nest, unknown_key
-from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
+from mlxft.config.schema import Config, EvalKeys, GenerateConfig, PreviewKeys
 from mlxft.errors import InputError
 
-KEYS = keys_of(Config, PreviewKeys, GenerateConfig)
+KEYS = keys_of(Config, EvalKeys, PreviewKeys, GenerateConfig)
 
 
 @pytest.mark.parametrize(

@@ -161,5 +161,5 @@ def test_lists_dictionaries_and_interpolations_are_read():
 )
 def test_a_prompt_is_taken_as_typed(prompt):
     composed = compose(["model.path=owner/name", f"prompt={prompt}", "max_tokens=3"], command="generate")
-    assert composed.generate.prompt == prompt
-    assert composed.generate.max_tokens == 3
+    assert composed.own.prompt == prompt
+    assert composed.own.max_tokens == 3

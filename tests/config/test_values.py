@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mlxft.config.keys import keys_of
-from mlxft.config.schema import Config, GenerateConfig, PreviewKeys
+from mlxft.config.schema import Config, EvalKeys, ExportConfig, GenerateConfig, PreviewKeys
 from mlxft.config.values import RULES, settle
 
-KEYS = keys_of(Config, PreviewKeys, GenerateConfig)
+KEYS = keys_of(Config, EvalKeys, PreviewKeys, GenerateConfig, ExportConfig)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
         ("trainer.max_steps", 1.5, "not a whole number"),
         ("trainer.max_steps", "many", "not a whole number"),
         ("trainer.epochs", 0, "more than 0"),
-        ("trainer.max_steps", 1e300, "1e+300 is beyond 2^63"),
+        ("trainer.max_steps", 1e300, "whole numbers end at 2^63"),
         ("trainer.epochs", 1e300, "1e+300 is out of range; it must be more than 0 and at most 100000"),
         ("trainer.epochs", "inf", "'inf' is not a finite number; it must be more than 0 and at most 100000"),
         ("trainer.epochs", float("nan"), "nan is not a finite number; it must be more than 0 and at most 1"),
@@ -148,6 +148,10 @@ def test_a_good_value_comes_out_in_one_form(key, given, expected):
         ("schedule.decay_share", 0, "more than 0"),
         ("schedule.decay_share", 1.2, "at most 1"),
         ("trainer.neftune_alpha", -1, "at least 0"),
+        ("loss.beta", 1e-300, "1e-300 is 0 in the 32 bits"),
+        ("optimizer.lr", 1e-39, "is 0 in the 32 bits"),
+        ("run.dir", "", "it is empty"),
+        ("trainer.seed", -1, "at least 0 and less than 4294967296"),
         ("max_tokens", 0, "at least 1"),
         ("temperature", -1, "at least 0"),
         ("top_p", 0, "more than 0"),

@@ -129,6 +129,16 @@ def test_another_template_or_vocabulary_makes_another_entry(write_rows, make_tok
         assert len(entries(place)) == 2 * count
 
 
+def test_a_new_token_makes_another_entry(write_rows, make_tokenizer, place):
+    path = write_rows(CHATS)
+    (plain, _), tokenizer = load(path, make_tokenizer("chatml")), make_tokenizer("chatml")
+    tokenizer.add_tokens(["yes "])
+    rows, _ = load(path, tokenizer)
+    assert len(entries(place)) == 4 and sum(rows.num_tokens) < sum(plain.num_tokens)
+    load(path, tokenizer)
+    assert len(entries(place)) == 4
+
+
 def test_a_template_that_writes_the_date_is_kept_for_the_day(write_rows, make_tokenizer, monkeypatch):
     class Tomorrow(cache.date):
         @classmethod

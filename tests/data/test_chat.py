@@ -1,5 +1,7 @@
 """What of a conversation is trained, under templates of many kinds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,15 @@ def test_the_last_answer_alone_is_trained_on_request(answers):
 def test_all_trains_every_token(make_tokenizer):
     encoded = ChatEncoder(make_tokenizer("chatml")).encode(chat(TWO), "all")
     assert encoded.mask.all()
+
+
+def test_an_answer_that_is_not_to_be_trained_on_is_only_read(answers, make_tokenizer):
+    row = replace(chat(TWO), untrained=frozenset({1}))
+    assert answers("chatml", row) == answers("marked", row) == ["Second.<|im_end|>"]
+    row = replace(chat(TWO), untrained=frozenset({3}))
+    assert answers("chatml", row, "last_assistant") == ["First.<|im_end|>"]
+    with pytest.raises(InputError, match=r"7: messages\[3\] is not to be trained on.*train_on=all"):
+        ChatEncoder(make_tokenizer("chatml")).encode(row, "all")
 
 
 def test_answers_in_the_context_are_not_trained(answers):

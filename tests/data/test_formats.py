@@ -49,9 +49,9 @@ def test_a_named_format_is_taken_as_it_is():
 
 def test_keys_of_no_format_are_listed():
     with pytest.raises(
-        InputError, match=r"^rows\.jsonl:4: no format fits.*'question', 'answer'.*data\.columns"
+        InputError, match=r"^rows\.jsonl:4: no format fits.*'question', 'reply'.*data\.columns"
     ):
-        find_form(row(question="a", answer="b"))
+        find_form(row(question="a", reply="b"))
 
 
 def test_tokens_become_what_their_keys_say():
@@ -233,3 +233,25 @@ BAD_ROWS = [
 def test_a_wrong_row_is_named_with_its_fault(format, values, fault):
     with pytest.raises(InputError, match=rf"^rows\.jsonl:4: {fault}"):
         type_row(row(**values), format, vocab_size=9)
+
+
+def test_turns_say_themselves_whether_they_are_trained_on_and_the_template_does_not_see_it():
+    off, on, weightless = ANSWER | {"train": False}, ANSWER | {"train": True}, ANSWER | {"weight": 0}
+    typed = type_row(row(messages=[USER, off, USER, on, USER, weightless]), "messages", 9)
+    assert typed.messages == [USER, ANSWER] * 3
+    assert typed.untrained == {1, 5}
+    assert type_row(row(messages=[USER | {"train": False}, ANSWER]), "messages", 9).untrained == frozenset()
+
+
+@pytest.mark.parametrize(
+    "message, fault",
+    [
+        (ANSWER | {"train": "no"}, r"messages\[1\].train is \"no\"; it must be true or false"),
+        (ANSWER | {"train": 0}, r"messages\[1\].train is 0; it must be true or false"),
+        (ANSWER | {"weight": 0.5}, r"messages\[1\].weight is 0.5; it must be 1 or 0"),
+        (USER | {"train": True}, r"messages\[1\].train is true, but only the assistant's turns"),
+    ],
+)
+def test_whether_to_train_on_a_turn_is_checked(message, fault):
+    with pytest.raises(InputError, match=fault):
+        type_row(row(messages=[USER, message, USER, ANSWER]), "messages", 9)

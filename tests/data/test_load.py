@@ -174,6 +174,22 @@ def test_answers_without_an_end_token_are_reported(write_rows, make_tokenizer):
     assert any("ends with no token: 1;" in line for line in report.lines())
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("template, num_unread", [("chatml", 1), ("tools", 0)])
+def test_tools_that_a_template_does_not_write_are_reported(write_rows, make_tokenizer, template, num_unread):
+    path = write_rows([chat("one?", "First.") | {"tools": TOOLS}, chat("two?", "Second.")])
+    _, report = load(path, make_tokenizer(template))
+    assert report.num_tools_unread == num_unread
+    assert any("does not write: 1;" in line for line in report.lines()) == bool(num_unread)
+
+
+def test_text_without_a_chats_markup_is_reported_where_the_model_has_a_template(write_rows, make_tokenizer):
+    path = write_rows([{"prompt": "one? ", "completion": "First."}])
+    assert [load(path, make_tokenizer(name))[1].num_untemplated for name in ("chatml", None)] == [1, 0]
+
+
 def test_several_files_are_one_set(write_rows):
     paths = [write_rows([{"input_ids": [1, 2]}], "a.jsonl"), write_rows([{"input_ids": [3, 4]}], "b.jsonl")]
     examples, report = load(paths)

@@ -156,7 +156,7 @@ def test_identical_answers_are_kept_and_counted(write_rows):
     loaded, report = pairs(path, max_length=3)
     assert (len(loaded), report.num_identical) == (3, 2)
     assert report.lines() == [
-        f"{path}: 3 rows of tokens, 13 tokens (3 in prompts, counted once a pair), "
+        f"{path}: 3 pairs of tokens, 13 tokens (3 in prompts, counted once a pair), "
         "10 of them trained on (77%)",
         "lengths of a prompt with its longer answer: median 3, longest 3 tokens",
         "cut to 3 tokens (data.max_length): 1 row, which lost the end of the answer (1)",

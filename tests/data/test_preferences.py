@@ -208,3 +208,12 @@ def test_a_wrong_unpaired_row_is_named_with_its_fault(values, fault):
 def test_a_whole_conversation_with_a_label_is_split_before_its_last_answer():
     talk = [user("1"), bot("a"), user("2"), bot("b")]
     assert unpaired(prompt="2", completion=talk, label=True).answer == ChatRow(talk, None, 3, WHERE)
+
+
+def test_a_prompt_beside_whole_conversations_has_to_be_one_of_their_questions():
+    begin = [user("q"), bot("a"), user("r")]
+    both = {"chosen": [*begin, bot("b")], "rejected": [*begin, bot("c")]}
+    for prompt in ("q", " r ", "", None):
+        assert len(turns(pair(prompt=prompt, **both))[0]) == 3
+    with pytest.raises(InputError, match=r'prompt is "another", which the user says nowhere'):
+        pair(prompt="another", **both)

@@ -287,7 +287,7 @@ def test_of_a_large_set_no_more_is_read_than_is_shown(preview, folder):
     (folder / "large.jsonl").write_text(f"{row}\n" * 15_000 + "no row\n")
     shown = preview("large.jsonl", "preview.rows=2")
     assert shown.startswith("the first 2 rows; ")
-    assert "training rows: the first rows of large.jsonl: 2 rows of text, 602 tokens, 600 of them" in shown
+    assert "training rows: the first rows of large.jsonl: 2 texts, 602 tokens, 600 of them" in shown
 
 
 def test_a_stream_is_previewed_by_its_first_rows(preview):

@@ -146,7 +146,7 @@ def test_long_texts_are_scored_in_windows_and_every_token_once(folder, tmp_path)
     made = configured(folder, data, "data.max_length=16", "data.batch_size=3")
     assert made.evaluation.tokens == sum(map(len, texts))  # all but each first, and the end token
     assert made.evaluation.loss == pytest.approx(np.concatenate(losses).mean(), rel=EXACT)
-    assert (made.rows, made.windows) == (2, len(losses))
+    assert (made.found.rows, made.found.windows) == (2, len(losses))
 
 
 def test_json_is_one_object_and_alone_on_standard_output(folder, rows, adapter, tmp_path):

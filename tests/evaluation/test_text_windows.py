@@ -65,3 +65,19 @@ def test_tokens_that_are_no_target_stay_none():
 def test_a_window_without_room_for_a_scored_token_is_refused():
     with pytest.raises(InputError, match=r"data\.max_length=2 leaves no token to score.*at least 3"):
         cut(text([BOS, 10, 11]), 2, bos_id=BOS)
+
+
+def test_with_a_stride_each_window_after_the_first_scores_so_many_tokens():
+    assert contents(cut(text([10, 11, 12, 13, 14, 15, 16]), 4, stride=2)) == [
+        ([10, 11, 12, 13], [11, 12, 13]),
+        ([12, 13, 14, 15], [14, 15]),
+        ([14, 15, 16], [16]),
+    ]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5, 6, None])
+@pytest.mark.parametrize("bos_id", [None, BOS])
+def test_with_any_stride_every_token_but_the_first_is_scored_once(stride, bos_id):
+    tokens = [BOS, *range(10, 40)]
+    scored = [token for _, own in contents(cut(text(tokens), 8, bos_id, stride)) for token in own]
+    assert scored == tokens[1:]

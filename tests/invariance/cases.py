@@ -75,7 +75,8 @@ def _one_key(key: str, values: tuple, **more: Settings) -> dict[str, Settings]:
 def _adapters() -> dict[str, Settings]:
     """Returns every kind of adapter, on all layers and, those that can be, on the last ones only.
 
-    Also LoRA on experts and the embedding, which may be the head, and norms trained whole beside LoRA.
+    Also LoRA on experts and the embedding, which may be the head, norms trained whole beside LoRA, and rows
+    of new tokens.
     """
     found = _one_key("adapter.kind", ADAPTERS)
     for kind, settings in list(found.items()):
@@ -85,8 +86,11 @@ def _adapters() -> dict[str, Settings]:
     found["lora on everything"] = {"adapter.targets": ["*", EMBEDDING]}
     found["lora and whole norms"] = {"adapter.modules_to_save": [NORMS]}
     found["lora and a whole embedding"] = {"adapter.modules_to_save": [EMBEDDING]}
+    found[NEW_TOKENS] = {"adapter.kind": "lora"}
     return found
 
+
+NEW_TOKENS = "lora and new tokens"  # an adapter; the tokens are the model's
 
 # What most families call these modules, and what others do.
 EMBEDDING, NORMS = "embed_tokens", "*norm"
@@ -156,6 +160,8 @@ def refused(part: Case) -> bool:
 def _refused_by_family(part: Case) -> bool:
     family = part["family"]
     if "window" in part and (part["window"] != NO_WINDOW) != has_windows(family):
+        return True
+    if part.get("adapter") == NEW_TOKENS and family.startswith("gemma4"):  # their second table of tokens
         return True
     if part.get("noise") == "noise" and not VIEWS.get(family, DecoderView).in_parts:
         return True

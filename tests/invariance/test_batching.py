@@ -1,5 +1,7 @@
 """What must not change loss or gradients, beside what test_combinations compares: padding, compiling."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -107,3 +109,32 @@ def test_a_window_of_masked_rows_has_no_loss_and_no_gradient(made):
     loss, gradients = window(made, masked)
     assert loss == 0.0
     assert all(np.abs(array).max() == 0.0 for array in gradients.values())
+
+
+def whole_rows(*lengths) -> list[Example]:
+    """Rows every token of which is trained on but the first, which nothing predicts."""
+    return [replace(row, mask=np.ones_like(row.mask)) for row in rows(lengths)]
+
+
+def test_rows_of_4_and_10_tokens_have_3_and_9_targets_side_by_side(made):
+    four, ten = whole_rows(4, 10)
+    objective = Sft(HeadPlan("full"), Arranger())
+    assert objective.counts([four, ten])["tokens"] == 3 + 9
+    assert difference(window(made, [[four], [ten]]), window(made, [[four, ten]])) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("lengths", [(3, 30), (3, 30, 5, 12)], ids=["two rows", "four rows"])
+def test_a_row_counts_by_its_tokens_however_many_micro_batches_there_are(made, lengths):
+    """One batch, and as many micro-batches as rows: the sum is divided once, by all targets together."""
+    given = whole_rows(*lengths)
+    together, apart = window(made, [given]), window(made, [[row] for row in given])
+    assert difference(together, apart) < CLOSE * SLACK
+    sums = sum(window(made, [[row]])[0] * (row.num_tokens - 1) for row in given)
+    assert apart[0] == pytest.approx(sums / (sum(lengths) - len(lengths)), rel=CLOSE * SLACK)
+
+
+def test_packed_rows_do_not_see_each_other(made):
+    """Rows of 3 and 5 tokens: behind one another in one forward they cost what each costs alone."""
+    three, five = whole_rows(3, 5)
+    packed = window(made, [[three, five]], arranger=Arranger("packed"))
+    assert difference(window(made, [[three], [five]]), packed) < CLOSE * SLACK

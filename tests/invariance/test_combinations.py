@@ -23,15 +23,27 @@ from mlxft.errors import InputError
 from mlxft.layouts.arrange import Arranger
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.lora import apply_adapter
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.models.new_tokens import NewToken, add_new_tokens
+from mlxft.segmented.build import build
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training import objectives
+from mlxft.training.objectives.common import Reference
 from mlxft.training.objectives.unpaired import mismatch
 from mlxft.training.optimizer import global_norm
-from mlxft.training.reference import Reference
 from mlxft.training.reference import make as make_reference
 from mlxft.training.step import Stepper, WindowGradient
 from mlxft.training.windows import Windows
-from tests.invariance.cases import AXES, NO_WINDOW, cover, name, refused, settings, whole_product, window_size
+from tests.invariance.cases import (
+    AXES,
+    NEW_TOKENS,
+    NO_WINDOW,
+    cover,
+    name,
+    refused,
+    settings,
+    whole_product,
+    window_size,
+)
 from tests.invariance.pairwise import Case, pairs_among, pairs_of
 from tests.tiny_models import VOCAB_SIZE, model_config, random_model
 
@@ -43,6 +55,8 @@ EXACT = 0.0 if ON_CPU else CLOSE
 
 WHOLE = {"gradient": "whole", "segments": AXES["segments"][0], "in flight": AXES["in flight"][0]}
 PLAIN = WHOLE | {"layout": "padded", "head": "full", "dropout": "no dropout", "multiple": 1}
+
+NEW = range(100, 160)  # new tokens, in rows that the vocabulary has
 
 # Tokens of prompt, chosen and rejected. The first prompt is longer than the short window; the second pair
 # has a branch of one token, the third two that are the same.
@@ -100,6 +114,8 @@ def test_what_the_cover_leaves_out_is_what_the_code_refuses():
                 made.require(part.get("layout", "padded"), gradient)
                 if part.get("noise") == "noise":
                     made.require_noise()
+                if part.get("adapter") == NEW_TOKENS:
+                    made.require_new_tokens()
         else:
             with pytest.raises(InputError):
                 configured(part)
@@ -202,6 +218,8 @@ def configured(part: Case) -> Config:
 def trained(family: str, adapter: str) -> tuple[DecoderView, Reference]:
     """Returns a tiny model that has moved from where it started, and the reference, which has not."""
     model = random_model(model_config(family))
+    if adapter == NEW_TOKENS:
+        add_new_tokens(model, [NewToken(number, "", False, (number % 7, 9)) for number in NEW])
     made = view(model)
     part = {"objective": "dpo sigmoid", "gradient": "whole", "adapter": adapter, "dropout": "dropout"}
     part["family"] = family

@@ -129,7 +129,7 @@ def summed(hidden, weight, chunk):
     return linear_cross_entropy(hidden, weight, mx.zeros(count, mx.int32), mx.ones(count), chunk)
 
 
-def peak_bytes(num_tokens, chunk, width=8, vocabulary=4096):
+def peak_bytes(num_tokens, chunk, width=8, vocabulary=4096, of=summed, argnums=0):
     """Peak over the inputs of a loss and its gradient, on a CPU: a GPU counts what is still in flight."""
     hidden, weight = mx.random.normal((num_tokens, width)), mx.random.normal((vocabulary, width))
     mx.eval(hidden, weight)
@@ -137,7 +137,7 @@ def peak_bytes(num_tokens, chunk, width=8, vocabulary=4096):
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     with mx.stream(mx.cpu):
-        mx.eval(mx.value_and_grad(lambda h: summed(h, weight, chunk))(hidden))
+        mx.eval(mx.value_and_grad(lambda h, w: of(h, w, chunk), argnums)(hidden, weight))
     return mx.get_peak_memory() - before
 
 
@@ -145,6 +145,22 @@ def test_logits_of_one_chunk_exist_at_a_time():
     """2,048 tokens x 4,096 entries are 32 MiB of logits more than 32 tokens need; in chunks of 32, none."""
     assert peak_bytes(2048, None) - peak_bytes(32, None) > 31 * 2**20
     assert peak_bytes(2048, 32) - peak_bytes(64, 32) < 4 * 2**20
+
+
+@pytest.mark.parametrize("along", [True, False])
+def test_gradients_of_a_trained_head_are_added_up_chunk_by_chunk(along):
+    """Twelve chunks or three, of 2 MiB each if all were there; MLX may run ahead by two.
+
+    The gradient comes along with the loss, or after it.
+    """
+
+    def loss(hidden, weight, chunk):
+        head = Head(lambda p, h: h @ p["weight"].T, {"weight": weight}, along)
+        count = hidden.shape[0]
+        return linear_cross_entropy(hidden, head, mx.zeros(count, mx.int32), mx.ones(count), chunk)
+
+    sizes = {"width": 128, "of": loss, "argnums": (0, 1)}
+    assert peak_bytes(96, 8, **sizes) - peak_bytes(24, 8, **sizes) < 3 * 2 * 2**20
 
 
 def test_masked_tokens_cost_nothing_even_where_their_probability_is_zero():

@@ -246,6 +246,14 @@ def test_a_missing_layer_and_a_missing_half_are_named(folder, mlxlm):
     assert expected in refused(folder, mlxlm)
 
 
+def test_layers_that_the_configuration_does_not_name_are_named(folder, mlxlm):
+    """Other libraries put no layer where keys match nothing, and drop the tensors without a word."""
+    parameters = json.loads((mlxlm / "adapter_config.json").read_text())["lora_parameters"]
+    edit_config(mlxlm, lora_parameters=parameters | {"keys": ["auto"]})
+    said = refused(folder, mlxlm)
+    assert "in the adapter, though its configuration does not name them: model.layers." in said
+
+
 def test_a_wrong_shape_is_named(tmp_path, mlxlm):
     wider = make_model(tmp_path / "wider", "llama", hidden_size=96)
     assert "model.layers.0.self_attn.q_proj 64 to 64 instead of 96 to 64" in refused(wider, mlxlm)

@@ -25,7 +25,8 @@ CLOSE = 1e-5 * SLACK  # float32, sums in another order: rounding of the largest 
 
 # Families whose gradients are compared: each has code, a view, or a kind of layer of its own.
 TRAINED = [
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "qwen3_5", "qwen3_next"
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3_text", "gemma4_text", "qwen3_5",
+    "qwen3_next", "lfm2"
 ]  # fmt: skip
 WINDOWED = {"mistral", "gemma3_text", "gemma4_text", "gemma3", "gemma4", "olmo3"}
 
@@ -140,7 +141,7 @@ def test_lengths_rounded_up_as_on_a_gpu_change_nothing(trained, layout, multiple
     assert difference(expected, gradients(made, rounded, "whole")) < CLOSE
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma4_text", "qwen3_5", "qwen3_next", "lfm2"])
 def test_every_weight_gets_its_gradient_in_a_shared_forward(family, tmp_path):
     """Also per-layer embeddings, convolutions, decays, routers and experts, which have no adapters."""
     made = view(tiny(tmp_path, family))

@@ -12,12 +12,17 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxft.config.schema import AdapterConfig
+from mlxft.data.example import Example
 from mlxft.errors import InputError
+from mlxft.layouts.arrange import Arranger
 from mlxft.models.adapters import load_adapter, save_adapter
+from mlxft.models.decoder import view
 from mlxft.models.load import load_model
 from mlxft.models.lora import apply_adapter
 from mlxft.models.lora_experts import LoRAExperts
 from mlxft.models.lora_linear import adapter_disabled
+from mlxft.segmented.gradients import Gradient
+from mlxft.training.objectives import HeadPlan, Sft
 from tests.tiny_models import make_model, model_config, random_model
 
 EXPERTS, INPUTS, OUTPUTS, RANK = 4, 32, 64, 3
@@ -143,3 +148,26 @@ def test_a_gradient_of_the_base_is_not_made():
     apply_adapter(model, AdapterConfig(rank=2, targets=["*_proj"]))
     gradients = nn.value_and_grad(model, lambda m: m(mx.array([[1, 2, 3]])).sum())(model)[1]
     assert {name.rpartition(".")[2] for name, _ in tree_flatten(gradients)} == {"lora_a", "lora_b"}
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_experts_have_gradients_in_evaluation_mode_too(kind):
+    """Of a row whose tokens are sorted by expert, which mlx-lm does from 64 choices on."""
+    gradients = []
+    for mode in (True, False):
+        model = random_model(model_config("qwen3_moe", num_hidden_layers=2))
+        cfg = AdapterConfig(kind="full") if kind == "full" else AdapterConfig(rank=2, targets=["*_proj"])
+        apply_adapter(model, cfg)
+        for number, module in enumerate(model.modules()):
+            if "lora_b" in module:
+                module.lora_b = 0.1 * normal(number, *module.lora_b.shape)
+        model.train(mode)
+        row = Example(np.arange(3, 43, dtype=np.int32), np.ones(40, bool), "")
+        objective = Sft(HeadPlan("full"), Arranger())
+        prepared = objective.prepare([row], {"tokens": 39})
+        gradient = Gradient(view(model), objective, "checkpoint")
+        loss, _, found = gradient(model.trainable_parameters(), prepared.inputs, prepared.layout)
+        gradients.append({"loss": loss} | dict(tree_flatten(found)))
+    trained, evaluated = gradients
+    assert any("switch_mlp" in name and mx.any(array != 0).item() for name, array in evaluated.items())
+    assert all(mx.array_equal(trained[name], evaluated[name]) for name in trained)

@@ -14,7 +14,7 @@ from mlxft.models.lora_linear import (
     dropout_keys,
     initial_a,
     mask_key,
-    share_inputs,
+    set_siblings,
     thin_products_joined,
 )
 
@@ -98,7 +98,7 @@ class Attention(nn.Module):
             a = mx.random.normal((64, rank), key=keys[2 + slot])
             b = mx.random.normal((rank, width), key=keys[4 + slot])
             self[name] = LoRALinear(linear, a, b, 1.0 + slot, dropout, (0, slot))
-        share_inputs([self])
+        set_siblings([self])
 
     def __call__(self, x):
         return mx.concatenate([self.q_proj(x), self.v_proj(x)], axis=-1)

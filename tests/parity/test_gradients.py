@@ -12,7 +12,8 @@ from mlxft.data.example import Example
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
 from tests.gradients import added_up

@@ -12,7 +12,8 @@ from mlxft.layouts.arrange import LAYOUTS, Arranger
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
-from mlxft.segmented.build import GradientPlan, build
+from mlxft.segmented.build import build
+from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives.common import HeadPlan, with_ref_logps
 from mlxft.training.objectives.preference import Dpo, LossSettings, Orpo
 from mlxft.training.reference import adapter_off

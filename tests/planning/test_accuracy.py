@@ -23,7 +23,7 @@ PLANS = {
 
 def surveyed(model, data, *overrides):
     words = [f"model.path={model}", f"data.train={data}", "data.format=tokens", *overrides]
-    return survey(compose(words, command="plan").config)
+    return survey(compose(words, command="plan"))
 
 
 def predicted(model, data, *overrides):
@@ -72,13 +72,22 @@ def test_so_is_that_of_layers_of_two_kinds(how, windowed, data, here):
     assert peak == pytest.approx(measured(windowed, data, here / "run", *PLANS[how]), rel=0.2)
 
 
-@pytest.mark.parametrize("adapter", ["lora", "full"])
-def test_so_is_that_of_a_head_that_takes_most(adapter, data, here):
-    """3 chunks of 64 tokens, and logits of 8,192 words for each; a trained one has a gradient too."""
+@pytest.mark.parametrize(
+    "adapter, how, chunk",
+    [
+        ("lora", "segmented", 64),
+        ("full", "segmented", 64),
+        ("lora", "whole", 64),
+        ("full", "whole", 64),
+        ("full", "whole", 16),
+    ],
+)
+def test_so_is_that_of_a_head_that_takes_most(adapter, how, chunk, data, here):
+    """3 or 10 chunks, and logits of 8,192 words for each; a trained one has a gradient too."""
     model = make_model(here / "model", "qwen3", num_hidden_layers=2, vocab_size=8192)
-    asked = [*PLANS["segmented"], "head.chunk=64", f"adapter={adapter}"]
+    asked = [*PLANS[how], f"head.chunk={chunk}", f"adapter={adapter}"]
     found = predicted(model, data, *asked)
-    assert found.head_bytes > 1.5 * found.working_bytes
+    assert found.head_bytes > found.working_bytes
     assert found.peak_bytes == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
 
 
@@ -95,7 +104,7 @@ def test_so_is_that_of_rows_longer_than_a_window_that_no_probe_has_seen(how, win
 def test_so_is_that_of_halves_whose_mlp_takes_some_tokens_at_once(dropout, data, here, monkeypatch):
     """With dropout it takes all of them, which is more than twice as much."""
     model = make_model(here / "model", "qwen3", intermediate_size=768)
-    monkeypatch.setattr(segments, "_MLP_TOKENS", 32)
+    monkeypatch.setattr(segments, "MLP_TOKENS", 32)
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))  # calibrations know code, not what tests set
     asked = [*PLANS["halves"], f"adapter.dropout={dropout}"]
     found = surveyed(model, data, *asked)

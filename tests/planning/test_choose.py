@@ -3,18 +3,22 @@
 import gc
 import json
 import logging
+import re
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 from mlxft.config import compose
-from mlxft.errors import GuardStop
-from mlxft.planning import choose
+from mlxft.errors import GuardStop, InputError
+from mlxft.planning import calibrate, choose
 from mlxft.planning.choose import fastest
 from mlxft.planning.command import survey
 from mlxft.planning.predict import Prediction
-from mlxft.segmented.build import GradientPlan
-from tests.runs import arrays, metrics, same, train
+from mlxft.planning.probe import ProbeModel
+from mlxft.segmented.plan import GradientPlan
+from mlxft.sizes import written
+from tests.runs import arrays, metrics, same, train, write_rows
 from tests.tiny_models import make_model
 
 WHOLE, CHECKPOINT = GradientPlan("whole"), GradientPlan("checkpoint")
@@ -28,7 +32,7 @@ def prediction(plan, peak, seconds):
 
 def surveyed(model, data, *overrides):
     words = [f"model.path={model}", f"data.train={data}", "data.format=tokens", *overrides]
-    return survey(compose(words, command="plan").config)
+    return survey(compose(words, command="plan"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def test_a_limit_makes_auto_take_segments_and_a_line_says_so(model, data, here, 
     others = mx.get_active_memory()  # of other tests' models, which they keep
     train(model, data, here / "run", "trainer.max_steps=1", f"trainer.memory_limit={between[0]}")
     said = next(line for line in caplog.messages if line.startswith("gradient: "))
-    assert said.startswith("gradient: segmented") and f"of {between[0]:.2f} GB" in said
+    assert said.startswith("gradient: segmented") and f"of {written(between[0] * 1e9)}" in said
     peak = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[0])["peak_bytes"]
     assert peak - others < between[0] * 1e9
 
@@ -156,9 +160,102 @@ def test_a_continued_run_keeps_its_plan_while_that_fits(model, data, here, betwe
 def test_probes_are_kept_and_damage_is_measured_again(model, data, cache, caplog):
     surveyed(model, data)
     caplog.set_level(logging.INFO)
-    surveyed(model, data)
+    found = surveyed(model, data)
     assert "measured in" not in caplog.text
-    for file in (cache / "mlxft" / "plans").iterdir():
-        file.write_text("{")
+    file = found.planner.measured_in
+    assert file.parent == cache / "mlxft" / "plans"
+    text = file.read_text()
+    file.write_text(text.replace('"kept": {', '"kept": {}, "more": {', 1))
     surveyed(model, data)
     assert "measured in" in caplog.text
+    file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "{",
+        lambda text: "[]",
+        lambda text: "[" * 100_000,
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"rows": 2', '"rows": 3'),
+        lambda text: json.dumps({"figures": json.loads(text)["figures"] | {"kept": {}}}),
+        lambda text: json.dumps(json.loads(text) | {"figures": {}}),
+        lambda text: json.dumps(json.loads(text)["figures"]),
+    ],
+)
+def test_figures_damaged_in_any_way_count_as_none_with_a_line_for_who_looks(
+    damage, model, data, here, caplog
+):
+    caplog.set_level(logging.DEBUG)
+    known = surveyed(model, data).planner.predictor.calibration
+    file = here / "figures.json"
+    assert calibrate._kept(file) is None and not caplog.messages[-1].startswith(str(file))
+    calibrate._keep(file, known)
+    assert calibrate._kept(file) == known
+    file.write_text(damage(file.read_text()))
+    assert calibrate._kept(file) is None
+    assert caplog.messages[-1].startswith(f"{file} is damaged, and measured again")
+
+
+def test_a_moment_of_other_programs_work_does_not_slow_the_figures_down(model, data, monkeypatch, here):
+    """The first step of each kind is told to have taken a hundred times as long."""
+    usual = surveyed(model, data).planner.predictor.calibration
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here))
+    step, seen = ProbeModel.step, set()
+
+    def disturbed(probe, plan, rows, length, repeat=1):
+        cost, update = step(probe, plan, rows, length, repeat)
+        first = (plan, length) not in seen
+        seen.add((plan, length))
+        return replace(cost, seconds=cost.seconds * 100) if first else cost, update
+
+    monkeypatch.setattr(ProbeModel, "step", disturbed)
+    found = surveyed(model, data).planner.predictor.calibration
+    for kind, seconds in found.seconds.items():
+        assert all(one < 20 * other for one, other in zip(seconds, usual.seconds[kind], strict=True))
+
+
+def test_a_segment_of_more_layers_than_there_are_is_refused(model, data):
+    with pytest.raises(
+        InputError, match="trainer.segment_layers=9: the backward goes through the model's 8 la"
+    ):
+        surveyed(model, data, "trainer=segmented", "trainer.segment_layers=9")
+    few = ["trainer=segmented", "trainer.segment_layers=3", "adapter.layers=2"]
+    with pytest.raises(
+        InputError, match="goes through the 2 from the lowest trained one on of the model's 8"
+    ):
+        surveyed(model, data, *few)
+    plans = surveyed(model, data, "trainer=segmented", "adapter.layers=2").planner.plans()
+    assert {plan.segment_layers for plan in plans} == {1, 2}
+
+
+def test_a_family_that_runs_as_a_whole_keeps_to_the_limit_it_is_given(not_probed, data, here, caplog):
+    """Its bound is above the limit, which says nothing yet: the trial step does."""
+    bound = surveyed(not_probed, data).planner.bound_bytes
+    with pytest.raises(GuardStop) as stop:
+        train(not_probed, data, here / "run", f"trainer.memory_limit={bound / 50 / 1e9}")
+    said = str(stop.value)
+    assert "does not fit: whole took" in said and "trainer.memory_limit" in said and "data.max_length" in said
+    assert not (here / "run" / "metrics.jsonl").exists()
+
+
+def test_what_would_fit_is_said_in_rows_and_tokens_of_the_data(model, here):
+    """Of a prompt of 80 tokens with answers of 90 and 70: padded, a pair is two rows of 169 positions."""
+    pair = {"prompt_ids": [7] * 80, "chosen_ids": [5] * 90, "rejected_ids": [6] * 70}
+    rows = write_rows(here / "pairs.jsonl", [pair] * 4)
+    asked = ["trainer=dpo", "trainer.layout=padded"]
+    padded = surveyed(model, rows, *asked).longest
+    assert (padded.rows, padded.length, padded.batch_size, padded.max_length) == (8, 169, 4, 170)
+    assert padded.batch_size_of(5) == 2 and padded.max_length_of(100) == 101
+    shared = surveyed(model, rows, "trainer=dpo", "trainer.layout=prefix_shared").longest
+    # 240 tokens of a pair but the last of each answer; cut by 60 the prompt has 20 left.
+    assert (shared.rows, shared.length, shared.max_length) == (4, 238, 170)
+    assert shared.max_length_of(178) == 110
+    # Twice as long, answers are too.
+    assert shared.max_length_of(2 * 238) == 1 + 2 * 169
+    peak = min(line.longest.peak_bytes for line in surveyed(model, rows, *asked).lines)
+    limited = surveyed(model, rows, *asked, f"trainer.memory_limit={peak / 1e9 * 0.9}")
+    numbers = re.findall(r"data\.(batch_size|max_length)=(\d+)", limited.choice.help)
+    assert numbers and all(int(number) < {"batch_size": 4, "max_length": 170}[key] for key, number in numbers)

@@ -1,11 +1,12 @@
 """`mlxft plan` as a person and a program read it."""
 
 import json
+import shutil
 
 import pytest
 
 from mlxft import cli
-from tests.runs import write_token_rows
+from tests.runs import write_rows, write_token_rows
 from tests.tiny_models import make_model
 
 
@@ -31,6 +32,8 @@ def test_the_table_is_plain_text_in_a_pipe(model, data, capsys):
     ):
         assert f"\n{backward} " in output
     assert "trainer.gradient=auto takes: whole" in output
+    assert "(delete it to measure again)" in " ".join(output.split())
+    assert "0.00 GB" not in output
 
 
 def test_json_has_sizes_that_add_up(model, data, capsys):
@@ -40,7 +43,14 @@ def test_json_has_sizes_that_add_up(model, data, capsys):
     assert found["trained_parameters"] * 4 == found["adapter_bytes"] == found["gradients_bytes"]
     assert found["parameters"] * 4 == found["weights_bytes"] + found["adapter_bytes"]
     assert 0 <= found["optimizer_bytes"] - 2 * found["adapter_bytes"] < 100
-    assert found["longest"] == {"rows": 2, "length": 160, "targets": 160}
+    assert found["longest"] == {
+        "rows": 2,
+        "length": 160,
+        "targets": 160,
+        "batch_size": 2,
+        "max_length": 161,
+    }
+    assert all(each["fits_max_length"] == each["fits_length"] + 1 for each in found["plans"])
     assert [each["kind"] for each in found["plans"]] == ["whole", "checkpoint"] + ["segmented"] * 4
     assert [each["halves"] for each in found["plans"]] == [False, False, True, False, False, False]
     assert found["taken"]["kind"] == "whole"
@@ -94,9 +104,12 @@ def test_families_that_cannot_be_probed_get_a_bound(family, data, tmp_path, caps
 @pytest.mark.parametrize(
     "more, longest",
     [
-        (["data.batch_size=2"], {"rows": 2, "length": 89, "targets": 80}),
+        (["data.batch_size=2"], {"rows": 2, "length": 89, "targets": 80, "batch_size": 2, "max_length": 90}),
         # 89 positions of the longest and 5 rows of 19: no batch of ten rows of 19 is smaller than 190.
-        (["trainer.layout=packed", "data.batch_tokens=200"], {"rows": 10, "length": 19, "targets": 100}),
+        (
+            ["trainer.layout=packed", "data.batch_tokens=200"],
+            {"rows": 10, "length": 19, "targets": 100, "batch_size": 10, "max_length": 20},
+        ),
     ],
 )
 def test_of_a_large_set_only_the_first_rows_are_read(model, tmp_path, capsys, more, longest):
@@ -109,3 +122,33 @@ def test_of_a_large_set_only_the_first_rows_are_read(model, tmp_path, capsys, mo
     found = json.loads(output.out)
     assert found["longest"] == longest
     assert "the longest is taken to have data.max_length=90 tokens" in output.err
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("config.json", "{", "config.json:1: not valid JSON"),
+        ("config.json", "[]", "config.json: expected an object"),
+        ("generation_config.json", "[]", "generation_config.json: expected an object"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "preview", "train"])
+def test_a_damaged_file_of_the_model_is_called_by_its_name(
+    command, name, text, words, not_probed, here, capsys
+):
+    shutil.copytree(not_probed, here / "model")
+    (here / "model" / name).write_text(text)
+    write_rows(here / "rows.jsonl", [{"text": "a"}])
+    assert cli.main([command, "model.path=./model", "data.train=rows.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "tokenizer" not in said
+
+
+def test_it_says_at_once_that_it_measures(model, data, here, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here))
+    assert plan(model, data) == 0
+    lines = capsys.readouterr().err.splitlines()
+    begun = lines.index("measuring what a layer takes in memory and time, once for this machine and model")
+    assert lines[begun + 1].startswith("a layer's memory and time, measured in")
+    assert plan(model, data) == 0
+    assert "measur" not in capsys.readouterr().err

@@ -33,7 +33,7 @@ def conversations(name):
 def test_a_recipe_composes_for_every_command_that_takes_it(name):
     assert compose([f"+recipe={name}"]).recipe == name
     assert compose([f"+recipe={name}"], command="eval").config.model.path
-    assert compose([f"+recipe={name}", "prompt=hello"], command="generate").generate.prompt == "hello"
+    assert compose([f"+recipe={name}", "prompt=hello"], command="generate").own.prompt == "hello"
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -11,6 +11,7 @@ from mlxft.layouts.arrange import Arranger
 from mlxft.models.decoder import view
 from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
+from mlxft.models.new_tokens import NewToken, add_new_tokens
 from mlxft.segmented import segments
 from mlxft.segmented.gradients import Gradient
 from mlxft.segmented.kinds import kind_of
@@ -19,7 +20,7 @@ from mlxft.segmented.segments import SegmentedGradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
 from tests.invariance.test_batching import CLOSE, SLACK, difference, fill_adapters, rows
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import FAMILIES, make_model, model_config, random_model
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_a_head_evaluated_in_chunks_changes_nothing(family, settings, folders):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_walking_attention_and_mlp_apart_changes_nothing(family, layout, dropout, folders, monkeypatch):
     """The MLP 10 tokens at a time, where there is no dropout; families whose layers differ go whole."""
-    monkeypatch.setattr(segments, "_MLP_TOKENS", 10)
+    monkeypatch.setattr(segments, "MLP_TOKENS", 10)
     made = trained_view(folders(family), dropout=dropout)
     whole, segmented = both(made, layout, halves=True)
     assert difference(whole, segmented) < CLOSE * SLACK
@@ -264,3 +265,24 @@ def test_an_adapted_head_gets_its_gradient_in_chunks_too(folders):
     assert any(name.startswith("lm_head") for name in expected[1])
     found = results(made, SegmentedGradient(made, Sft(HeadPlan("chunked", 7), Arranger())))
     assert difference(expected, found) < CLOSE * SLACK
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_programs_see_new_rows_that_have_changed(family):
+    """Rows of new tokens beyond the table, of a head of its own and of one that is the embedding."""
+    model = random_model(model_config(family, vocab_size=250))  # of rows with tokens up to 258
+    add_new_tokens(model, [NewToken(number, "", False, (5, number % 9)) for number in range(250, 259)])
+    made = view(model)
+    apply_adapter(model, AdapterConfig(rank=2), seed=1)
+    objective = Sft(HeadPlan("full"), Arranger("padded"))
+    plain = Gradient(made, objective)
+    compiled = Gradient(made, objective, compiled=True), SegmentedGradient(made, objective, compiled=True)
+    fill_adapters(model)
+    for _ in range(2):
+        expected = results(made, plain, key=None)
+        trained = [name for name, array in expected[1].items() if "new_rows" in name and array.any()]
+        assert len(trained) == {"llama": 2, "qwen3": 1}[family]
+        for gradient in compiled:
+            assert difference(results(made, gradient, key=None), expected) < CLOSE * SLACK
+        halved = [(name, array / 2) for name, array in tree_flatten(model.trainable_parameters())]
+        model.load_weights(halved, strict=False)

@@ -20,7 +20,7 @@ def test_a_packed_run_says_how_full_its_batches_are(model, data, here):
 
 
 def test_a_run_with_shared_prompts_says_what_two_forwards_would_take(model, here):
-    # With the prompt once 6 + 2 + 1 and 4 + 1 + 2 tokens: 8 a pair; with it twice 15 and 11: 13.
+    # With the prompt once 6 + 2 + 1 and 4 + 1 + 2 tokens: 8 a pair; twice, padded, 2 x 8 and 2 x 6: 14.
     rows = [
         {"prompt_ids": [5] * 6, "chosen_ids": [7, 2], "rejected_ids": [2]},
         {"prompt_ids": [5] * 4, "chosen_ids": [2], "rejected_ids": [8, 2]},
@@ -30,7 +30,7 @@ def test_a_run_with_shared_prompts_says_what_two_forwards_would_take(model, here
         chosen = ["trainer.objective=orpo", f"trainer.layout={layout}", "trainer.max_steps=1"]
         train(model, pairs, here / layout, *chosen)
         log = (here / layout / "train.log").read_text()
-        said = "layout: prefix_shared; 8 tokens a pair with the prompt forwarded once, 13 with two forwards"
+        said = "prefix_shared; 8 tokens a pair with the prompt forwarded once, 14 in two rows of one length"
         assert log.count(said) == 1
 
 

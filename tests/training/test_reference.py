@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from mlxft.errors import InputError
+from mlxft.training.objectives.preference import Dpo
 from mlxft.training.reference_files import is_start
 from tests.runs import train, write_rows
 from tests.tiny_models import make_model
@@ -32,7 +33,7 @@ def is_kept(model, here, caplog):
         data = write_rows(here / "rows.jsonl", rows or ROWS[objective])
         caplog.clear()
         train(model, data, here / f"run{number}", f"trainer={objective}", "trainer.max_steps=1", *overrides)
-        kept, scored = ("as kept in" in caplog.text, "computed once and kept" in caplog.text)
+        kept, scored = ("as kept in" in caplog.text, "being computed once" in caplog.text)
         assert kept != scored
         return kept
 
@@ -176,3 +177,36 @@ def test_the_reference_is_the_start_where_that_is_asked_for_or_all_there_is(
     objective, reference, adapter, is_so
 ):
     assert is_start(objective, reference, adapter) == is_so
+
+
+def test_a_run_stopped_while_the_reference_scores_goes_on_where_it_was(model, here, monkeypatch, caplog):
+    rows = [{"prompt_ids": [5, 6], "chosen_ids": [7 + n, 2], "rejected_ids": [9, 2]} for n in range(6)]
+    data = write_rows(here / "rows.jsonl", rows)
+    chosen = ["trainer=dpo", "trainer.max_steps=1", "data.batch_size=2"]
+    score, scored = Dpo.reference_logps, []
+
+    def stopping(self, view, batch):
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        scored.append(len(batch))
+        return score(self, view, batch)
+
+    monkeypatch.setattr(Dpo, "reference_logps", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, data, here / "first", *chosen)
+    monkeypatch.setattr(Dpo, "reference_logps", lambda *a: scored.append(len(a[2])) or score(*a))
+    train(model, data, here / "second", *chosen)
+    assert "of 6 rows: being computed once, 4 of them before" in caplog.text
+    assert scored == [2, 2, 2]
+    monkeypatch.setattr(Dpo, "reference_logps", score)
+    shutil.rmtree(here / "cache")
+    train(model, data, here / "whole", *chosen)
+    lines = [(here / name / "metrics.jsonl").read_text().splitlines()[0] for name in ("second", "whole")]
+    assert [json.loads(line)["loss"] for line in lines] == [json.loads(lines[0])["loss"]] * 2
+
+
+def test_a_run_that_sees_few_rows_is_told_that_all_are_scored(model, here, caplog):
+    rows = [{"prompt_ids": [5], "chosen_ids": [7, 2], "rejected_ids": [9, 2]}] * 9
+    data = write_rows(here / "rows.jsonl", rows)
+    train(model, data, here / "run", "trainer=dpo", "trainer.max_steps=2", "data.batch_size=2")
+    assert "this run sees 4 of them: loss.reference_scored=every_step" in caplog.text

@@ -124,10 +124,11 @@ def test_a_base_model_that_changed_in_place_is_refused(model, data, here):
     assert str(refusal.value) == (
         f"{folder} was trained on a model that has changed since: model.path={own} has other files now "
         f"(model.safetensors). Put them back, or start a new run from what it had learnt with "
-        f"adapter.init_from={folder}"
+        f"adapter.init_from={folder} adapter.any_base=true"
     )
     assert content(here / "run") == before
-    train(own, data, here / "new", *STEPS, "trainer.max_steps=1", f"adapter.init_from={folder}")
+    from_there = (f"adapter.init_from={folder}", "adapter.any_base=true")
+    train(own, data, here / "new", *STEPS, "trainer.max_steps=1", *from_there)
     shutil.copy(model / "model.safetensors", own)  # put back: another time, the same weights
     train(own, data, here / "run", *more)
     assert [line["step"] for line in metrics(here / "run")] == [1, 2]

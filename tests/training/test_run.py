@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.llama import TransformerBlock
 
 import mlxft
 from mlxft.config import from_dict
@@ -64,7 +65,7 @@ def test_a_run_leaves_these_files_and_no_others(left):
         *("step-000002", "step-000004", "step-000006", "last")
     }
     assert {path.name for path in (left / "best").iterdir()} == {
-        *("adapters.safetensors", "adapter_config.json", "best.json")
+        *("adapters.safetensors", "adapter_config.json", "adapter_manifest.json", "best.json")
     }
 
 
@@ -287,6 +288,32 @@ def test_a_memory_log_goes_on_after_a_resume(model, data, tmp_path):
     first = tmp_path / "run" / "checkpoints" / "step-000002"
     train(model, data, tmp_path / "more", *more, f"trainer.resume={first}")
     assert {line["step"] for line in written(tmp_path / "more" / "memory.jsonl")} == {3}
+
+
+@pytest.mark.parametrize("gradient, forwards", [("whole", 1), ("checkpoint", 2), ("segmented", 2)])
+def test_the_backward_is_run_as_asked_and_the_run_says_how(
+    model, data, tmp_path, monkeypatch, gradient, forwards
+):
+    """A whole backward runs every layer once a micro-batch, the others once more to recompute it."""
+    calls = []
+    original = TransformerBlock.__call__
+
+    def counted(self, x, mask=None, cache=None):
+        calls.append(self)
+        return original(self, x, mask, cache)
+
+    more = ["adapter.rank=2", "data.batch_size=2", f"trainer.gradient={gradient}"]
+    for steps in (1, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(TransformerBlock, "__call__", counted)
+            train(model, data, tmp_path / str(steps), *more, f"trainer.max_steps={steps}")
+        calls.append(None)
+    first = calls.index(None)
+    assert len(calls) - 2 - 2 * first == 2 * 2 * forwards  # of two more steps, two blocks each
+    run_dir = tmp_path / "3"
+    assert f"gradient: {gradient}" in (run_dir / "train.log").read_text()
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["gradient"] == gradient
+    assert CheckpointStore(run_dir).latest().state["gradient"]["kind"] == gradient
 
 
 def test_deterministic_changes_nothing_on_a_cpu(model, data, left, tmp_path):

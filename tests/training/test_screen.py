@@ -182,7 +182,7 @@ def test_a_terminal_shows_a_bar_that_follows_its_width(model, data, tmp_path):
     )  # fmt: skip
     try:
         step = r"step \d+/100000  loss \d\.\d{4}"
-        whole = step + r"  [\d,]+ tokens/s  peak 0\.\d\d GB  \d+:\d\d(:\d\d)? left"
+        whole = step + r"  [\d,]+ tokens/s  peak \d+\.\d\d? [MG]B  \d+:\d\d(:\d\d)? left"
         for line in terminal.read(2):
             assert re.search(whole, line) and len(line) <= 80
         terminal.resize(40)

@@ -71,3 +71,17 @@ def test_validating_on_labelled_answers_changes_no_step_and_packs_them_too(model
     for one, other in zip(padded, packed, strict=True):
         assert one.pop("kind") == other.pop("kind") == "valid"
         assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+def test_fewer_rows_than_a_batch_are_each_scored_once_and_the_same_every_time(model, data, valid, tmp_path):
+    """Three rows, in batches of up to 4, 2 and 1, by a model that does not move."""
+    more = [f"data.valid={valid}", "trainer.eval_every=1", "trainer.max_steps=2", "optimizer.lr=1e-30"]
+    losses = []
+    for size in (4, 2, 1):
+        run_dir = tmp_path / str(size)
+        train(model, data, run_dir, *more, f"data.batch_size={size}", "adapter.rank=2")
+        lines = metrics(run_dir, "valid")
+        assert [line["tokens"] for line in lines] == [8 // 2 + 13 // 2 + 5 // 2] * 3
+        assert len({line["loss"] for line in lines}) == 1
+        losses.append(lines[0]["loss"])
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)

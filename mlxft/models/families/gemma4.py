@@ -11,6 +11,7 @@ from typing import Optional
 
 import mlx.core as mx
 
+from mlxft.errors import InputError
 from mlxft.layouts.cache import TrainingCache
 from mlxft.models.decoder import DecoderView, State
 
@@ -23,6 +24,15 @@ class Gemma4View(DecoderView):
     @property
     def _has_inputs(self) -> bool:
         return bool(self.decoder.hidden_size_per_layer_input)
+
+    def require_new_tokens(self) -> None:
+        """Raises InputError if the layers have inputs of their own for each token."""
+        if self._has_inputs:
+            raise InputError(
+                f"model.new_tokens: models of type {self.family!r} look each token up in a second table, "
+                "for inputs of every layer, which has no rows for new ones. Use a token that the tokenizer "
+                "has to spare, such as <unused0>"
+            )
 
     def _needed(self, start: int) -> list[int]:
         """Returns the layers before `start` whose keys and values a layer from `start` on attends to."""

@@ -53,7 +53,7 @@ def quantize(weight: mx.array, bits: int, block: int = 256) -> tuple[mx.array, m
 
 
 def starting_scales(weights: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the scales (rows,) float32 that bring weights (rows, width) to the code's spread; 0 for zeros."""
+    """Returns the scales (rows,) float32 that bring weights (rows, width) to the code's spread."""
     spread = np.sqrt(np.square(weights).mean(axis=1))
     return np.array(mx.array(spread / _SPREAD[bits]).astype(mx.bfloat16).astype(mx.float32))
 

@@ -1,9 +1,9 @@
 """Trellis codes that spare what a layer's inputs use most: each block makes up for the errors before it.
 
-With H = E[x x^T] of the layer's inputs, what quantising does to the outputs is tr((W - Q) H (W - Q)^T). Blocks
-of columns are encoded one after the other, and the error of each is taken back as far as the columns to its
-right can: "QuIP: 2-Bit Quantization of Large Language Models With Guarantees" (arXiv:2307.13304) calls it
-LDLQ, here with blocks in the place of columns.
+With H = E[x x^T] of the layer's inputs, what quantising does to the outputs is tr((W - Q) H (W - Q)^T).
+Blocks of columns are encoded one after the other, and the error of each is taken back as far as the columns
+to its right can: LDLQ, with blocks in the place of columns, of "QuIP: 2-Bit Quantization of Large Language
+Models With Guarantees" (arXiv:2307.13304).
 """
 
 import mlx.core as mx

@@ -3,11 +3,10 @@
 from typing import Any, Optional
 
 from mlxft.layouts.arrange import Arranger
-from mlxft.training.objectives.common import HeadPlan, Objective
+from mlxft.training.objectives.common import HeadPlan, Objective, Reference
 from mlxft.training.objectives.preference import Cpo, Dpo, LossSettings, Orpo, PairObjective, Simpo
 from mlxft.training.objectives.sft import Sft
 from mlxft.training.objectives.unpaired import Kto, KtoSettings
-from mlxft.training.reference import Reference
 
 __all__ = ["Cpo", "Dpo", "HeadPlan", "Kto", "Objective", "Orpo", "PairObjective", "Sft", "Simpo", "build"]
 

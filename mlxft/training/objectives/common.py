@@ -4,7 +4,8 @@ What each term is divided by depends only on masks, so a window's counts are kno
 forward, and every micro-batch's terms come already divided. Gradients then simply add.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional, Protocol
 
@@ -22,6 +23,9 @@ Row = Any  # what the objective trains on: an Example, a Pair or an Unpaired
 Counts = dict[str, float]
 Inputs = dict[str, mx.array]
 Metrics = dict[str, mx.array]
+
+# Enters the reference policy, given the view of the one in training, and gives the view to score with.
+Reference = Callable[[DecoderView], AbstractContextManager[DecoderView]]
 
 
 @dataclass(frozen=True)

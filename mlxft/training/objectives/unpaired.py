@@ -21,12 +21,12 @@ from mlxft.training.objectives.common import (
     Inputs,
     Metrics,
     Prepared,
+    Reference,
     Targets,
     added_up,
     forward_logps,
     with_ref_logps,
 )
-from mlxft.training.reference import Reference
 
 
 @dataclass(frozen=True)
