@@ -123,7 +123,7 @@ def check_new_tokens(adapter: Adapter, model: nn.Module) -> None:
     if adapter.num_new_tokens > count:
         raise InputError(
             f"the adapter in {adapter.folder} brings {adapter.num_new_tokens} new tokens, and the model was "
-            "given none of them (mlxft.models.new_tokens: load_vocabulary, then load_model with what is new)"
+            "given none of them. Merge it into a model (mlxft export ... to=merged) and take that"
         )
     lacking = [
         path for path in tables if not {f"{path}.{ROWS}", f"{path}.weight"} & adapter.weights.keys()

@@ -133,9 +133,9 @@ class _Run:
         self.view, self.report = load_trained(config, folder, self.vocabulary.new)
         if start.continuation:
             start.continuation.check_adapter(self.report)
-        self.manifest = manifest.describe(
-            config.model, folder, self.rows.digests(), to_yaml(config), chat_template(self.tokenizer)
-        )
+        template = chat_template(self.vocabulary.tokenizer)
+        digests = self.rows.digests()
+        self.manifest = manifest.describe(config.model, folder, digests, to_yaml(config), template)
         self._make_objective(reference_folder)
         self.choice = self._choose_plan(folder, reference_folder)
         self.memory = StepMemory()
