@@ -116,7 +116,7 @@ def _keep(view: DecoderView, index: int, errors: dict[str, float], stored: mx.Dt
     """Writes all arrays of one decoder layer, under their names in the model, and the errors."""
     prefix = next(path for path, module in view.model.named_modules() if module is view.layers[index])
     arrays = {
-        f"{prefix}.{name}": array.astype(stored) if mx.issubdtype(array.dtype, mx.floating) else array
+        f"{prefix}.{name}": array.astype(stored) if array.dtype == mx.float32 else array  # not codes' scales
         for name, array in tree_flatten(view.layers[index].parameters())
     }
     aside = file.with_name(f".{file.name}")

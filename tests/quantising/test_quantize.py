@@ -1,7 +1,6 @@
 """`mlxft quantize` writes folders that train, evaluate and load as any model, and says what it did."""
 
 import json
-import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -11,13 +10,20 @@ from mlxft.config import compose
 from mlxft.errors import InputError
 from mlxft.models.load import load_model
 from mlxft.models.trellis.linear import TrellisLinear
-from mlxft.quantising import command, trellis_model
+from mlxft.quantising import trellis_model
 from mlxft.quantising.command import quantise
 from mlxft.quantising.inputs import RowsOnTheirWay
 from mlxft.training.run import train as run_training
 from tests.tiny_models import make_model
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,8 @@ def model(tmp_path_factory):
 def rows(tmp_path):
     random = np.random.default_rng(0)
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"input_ids": random.integers(3, 90, 24).tolist()}) + "\n" for _ in range(6)))
+    ids = random.integers(3, 90, (6, 24)).tolist()
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
     return file
 
 
@@ -48,13 +55,13 @@ def distance(folder, model) -> float:
 
 
 def test_more_bits_are_nearer_to_the_model(model, tmp_path):
-    apart = [
-        (quantised(model, tmp_path / f"{bits}", "to=trellis", f"bits={bits}"), distance(tmp_path / f"{bits}", model))
-        for bits in (2, 3, 4)
-    ]
-    errors = [figures["relative squared error"] for figures, _ in apart]
+    errors, apart = [], []
+    for bits in (2, 3, 4):
+        figures = quantised(model, tmp_path / f"{bits}", "to=trellis", f"bits={bits}")
+        errors.append(figures["relative squared error"])
+        apart.append(distance(tmp_path / f"{bits}", model))
     assert errors == pytest.approx([0.075, 0.02, 0.0053], rel=0.15)
-    assert apart[0][1] > apart[1][1] > apart[2][1] > 0
+    assert apart[0] > apart[1] > apart[2] > 0
 
 
 def test_layers_of_the_decoder_have_codes_and_the_rest_stays_as_it_was(model, tmp_path):
@@ -112,12 +119,13 @@ def test_affine_groups_are_mlx_lms(model, tmp_path):
     figures = quantised(model, tmp_path / "out", "to=affine", "bits=4", "group_size=32")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
-    assert distance(tmp_path / "out", model) < 0.05 and figures["to"] == "affine"
+    assert distance(tmp_path / "out", model) < 0.15 and figures["to"] == "affine"
 
 
 def test_an_adapter_trains_on_a_trellis_model(model, rows, tmp_path, monkeypatch):
     quantised(model, tmp_path / "out", "to=trellis", "bits=3")
-    chosen = [f"model.path={tmp_path / 'out'}", f"data.train={rows}", "trainer.max_steps=8", "optimizer.lr=0.02"]
+    chosen = [f"model.path={tmp_path / 'out'}", f"data.train={rows}", "trainer.max_steps=8"]
+    chosen.append("optimizer.lr=0.02")
     losses = []
     for dense in (True, False):  # a CPU makes layers dense where they fit
         monkeypatch.setattr("mlxft.models.dequantise._SHARE_OF_MEMORY", 0.6 if dense else 0)
@@ -167,25 +175,43 @@ def test_what_makes_no_sense_is_refused_and_leaves_nothing(model, tmp_path, over
     assert not (tmp_path / "out").exists()
 
 
+UP = "model.layers.0.mlp.up_proj"
+
+
 @pytest.mark.parametrize(
-    "break_it, fault",
+    "change, fault",
     [
-        (lambda trellis, _: trellis["modules"].pop("model.layers.0.mlp.up_proj"), "model.layers.0.mlp.up_proj"),
-        (lambda trellis, _: trellis["modules"].update({"model.layers.9.x": {"bits": 3, "block": 64}}), "layers.9.x, which isn't"),
-        (lambda trellis, _: trellis["modules"]["model.layers.0.mlp.up_proj"].update(bits=4), r"mlp.up_proj.weight .* instead of"),
-        (lambda trellis, _: trellis["modules"]["model.layers.0.mlp.up_proj"].update(bits=7), "bits are 2, 3 or 4"),
-        (lambda trellis, _: trellis["modules"]["model.layers.0.mlp.up_proj"].update(block=96), "can't be cut"),
-        (lambda trellis, _: trellis.update(axis=0), "axis is 0; this version reads 1 only"),
-        (lambda trellis, _: trellis.update(interleave=4), "interleave, which this version can't read"),
+        ({"modules": {UP: None}}, UP),
+        ({"modules": {"model.layers.9.x": {"bits": 3, "block": 64}}}, "layers.9.x, which isn't there"),
+        ({"modules": {UP: {"bits": 4, "block": 64}}}, "mlp.up_proj.weight .* instead of"),
+        ({"modules": {UP: {"bits": 7, "block": 64}}}, "bits are 2, 3 or 4"),
+        ({"modules": {UP: {"bits": 3, "block": 96}}}, "can't be cut"),
+        ({"axis": 0}, "axis is 0; this version reads 1 only"),
+        ({"interleave": 4}, "interleave, which this version can't read"),
     ],
 )
-def test_a_configuration_that_its_tensors_do_not_fit_is_refused_with_the_module(model, tmp_path, break_it, fault):
+def test_a_configuration_that_the_tensors_do_not_fit_is_refused_with_the_module(
+    model, tmp_path, change, fault
+):
     quantised(model, tmp_path / "out", "to=trellis", "bits=3")
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())
-    break_it(config["trellis"], config)
-    file.write_text(json.dumps(config))
+    modules = config["trellis"]["modules"] | change.pop("modules", {})
+    given = {path: entry for path, entry in modules.items() if entry}
+    file.write_text(json.dumps(config | {"trellis": config["trellis"] | change | {"modules": given}}))
     with pytest.raises(InputError, match=fault):
+        load_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("cut", ["weight", "scales"])
+def test_tensors_that_were_cut_short_are_refused_with_the_module(model, tmp_path, cut):
+    quantised(model, tmp_path / "out", "to=trellis", "bits=3")
+    file = tmp_path / "out" / "model-00001-of-00003.safetensors"
+    arrays = dict(mx.load(str(file)))
+    arrays[f"{UP}.{cut}"] = arrays[f"{UP}.{cut}"][:-1]
+    mx.eval(arrays)
+    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+    with pytest.raises(InputError, match=f"{UP}.{cut} .* instead of"):
         load_model(tmp_path / "out")
 
 
@@ -200,5 +226,4 @@ def test_a_folder_with_something_in_it_is_left_alone(model, tmp_path):
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(InputError, match="is not empty"):
         quantised(model, tmp_path / "out", "to=trellis")
-    shutil.rmtree(tmp_path / "out")
-    assert command._NOT_COPIED
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
