@@ -15,9 +15,10 @@ import sys
 from array import array
 from collections import namedtuple
 
+from mlxft import native
+
 # Distributions name the threaded build differently; a plain name may be the threaded or the serial one.
 _SYSTEM_NAMES = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblaso.so.0")
-_COMPILERS = ("cc", "gcc", "g++", "clang", "clang++")
 _SHIM_SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "blas_shim.c")
 
 
@@ -88,6 +89,8 @@ def _load() -> BlasStatus:
         return _load_packaged()
     except (OSError, _Unusable) as why:
         refused.append(str(why))
+    except native.CannotCompile as why:
+        refused.append(f"the package scipy-openblas32 can't be used: {why}")
     reason = "; ".join(refused) + " (products in float32 are some 30 times slower without)"
     return BlasStatus(False, "MLX's own BLAS", None, reason)
 
@@ -114,7 +117,7 @@ def _load_system(name: str) -> BlasStatus:
 
 
 def _load_packaged() -> BlasStatus:
-    """Loads scipy-openblas32's OpenBLAS through the shim. Raises OSError or _Unusable."""
+    """Loads scipy-openblas32's OpenBLAS through the shim. Raises OSError, _Unusable or CannotCompile."""
     path = _packaged_library()
     library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # its names have a prefix: only the shim finds them
     version = _version(library, "scipy_")
@@ -122,11 +125,8 @@ def _load_packaged() -> BlasStatus:
         fingerprint = binascii.crc32(file.read())
     version_name = version.split(" DYNAMIC_ARCH")[0].replace(" ", "-")
     key = f"{version_name}-{os.uname().machine}-{fingerprint:08x}"
-    cached = os.path.join(_cache_folder(), key, "libmlxft_blas.so")
-    try:
-        _load_shim(cached)
-    except OSError:  # not built yet, or damaged
-        _build_and_load_shim(cached)
+    kept = os.path.join(native.cache_folder("blas"), key, "libmlxft_blas.so")
+    native.use_library(_SHIM_SOURCE, ["-nostdlib"], kept, _load_shim)
     return BlasStatus(True, version, path, "from the package scipy-openblas32")
 
 
@@ -134,43 +134,6 @@ def _load_shim(path: str) -> None:
     if not multiplies_exactly(ctypes.CDLL(path).cblas_sgemm):
         raise _Unusable("scipy-openblas32 computes wrong products on this processor")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-
-
-def _build_and_load_shim(cached: str) -> None:
-    """Builds the shim into the cache, or for this process alone where the cache can't be written."""
-    import tempfile
-
-    try:
-        os.makedirs(os.path.dirname(cached), exist_ok=True)
-        workshop = tempfile.TemporaryDirectory(dir=os.path.dirname(cached))
-    except OSError:
-        workshop, cached = tempfile.TemporaryDirectory(prefix="mlxft-"), None
-    with workshop as folder:  # readable by this user only
-        built = os.path.join(folder, "libmlxft_blas.so")
-        _compile(built)
-        if cached:
-            os.replace(built, cached)  # whole or not at all: another process may be loading or building it
-        _load_shim(cached or built)
-
-
-def _compile(output: str) -> None:
-    """Compiles the shim to `output`. Raises _Unusable without a compiler that can."""
-    import shutil
-    import subprocess
-
-    compilers = [path for path in map(shutil.which, _COMPILERS) if path]
-    if not compilers:
-        names = ", ".join(_COMPILERS)
-        raise _Unusable(f"scipy-openblas32 needs a C compiler once, and PATH has none of {names}")
-    for compiler in compilers:
-        command = [compiler, "-shared", "-fPIC", "-nostdlib", "-o", output, _SHIM_SOURCE]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if done.returncode == 0:
-            with open(output, "rb") as file:
-                os.fsync(file)  # a file cut short by a power cut would kill the process that loads it
-            return
-    complaint = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[0]
-    raise _Unusable(f"{compilers[-1]} could not build the names for scipy-openblas32 ({complaint})")
 
 
 def _packaged_library() -> str:
@@ -181,11 +144,6 @@ def _packaged_library() -> str:
     if not os.path.exists(library):
         raise _Unusable(f"the package scipy-openblas32 lacks {library}")
     return library
-
-
-def _cache_folder() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "mlxft", "blas")
 
 
 def multiplies_exactly(sgemm) -> bool:

@@ -265,6 +265,30 @@ Keys and their defaults:
 {training_keys(COMMANDS["chat"].uses)}"""
 
 
+def _quantize_help() -> str:
+    from mlxft.config.composition import COMMANDS
+    from mlxft.config.reference import quantization_keys, training_keys
+
+    return f"""\
+usage: mlxft quantize [--json] model=MODEL to=trellis|affine bits=N out=FOLDER [KEY=VALUE ...]
+
+Writes a model with fewer bits a weight: trellis codes of 2, 3 or 4 bits in the decoder's linear layers, or
+mlx-lm's affine groups everywhere. A run that was stopped goes on with the layers that it had finished.
+
+  mlxft quantize model=smollm2 to=trellis bits=3 out=smollm2-3
+  mlxft quantize model=smollm2 to=trellis bits=3 data.train=texts.jsonl data.valid=others.jsonl out=smollm2-3
+  mlxft quantize model=smollm2 to=affine bits=4 group_size=32 out=smollm2-4
+
+With data.train it calibrates: errors are put where what the layers are given has least use for them.
+--json prints one JSON object on standard output.
+
+Keys and their defaults:
+
+{quantization_keys()}
+
+{training_keys(COMMANDS["quantize"].uses)}"""
+
+
 def _export_help() -> str:
     from mlxft.config.composition import COMMANDS
     from mlxft.config.reference import export_keys, training_keys
@@ -416,6 +440,7 @@ COMMANDS = {
     "train": Command("fine-tune a model", _train_help, _train),
     "eval": Command("what a model makes of a file of rows", _eval_help, _main_of("mlxft.evaluation.command")),
     "generate": Command("one answer of a model", _generate_help, _main_of("mlxft.evaluation.generate")),
+    "quantize": Command("fewer bits a weight", _quantize_help, _main_of("mlxft.quantising.command")),
     "export": Command("an adapter for other programs", _export_help, _main_of("mlxft.export.command")),
     "chat": Command("a conversation in the terminal", _chat_help, _main_of("mlxft.serving.terminal")),
     "serve": Command("a model for OpenAI's clients", _serve_help, _main_of("mlxft.serving.command")),

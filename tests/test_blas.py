@@ -170,7 +170,7 @@ def test_a_compiler_that_fails_is_named_with_its_complaint(processes, tmp_path):
     compiler.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 1\n")
     compiler.chmod(0o755)
     reason = processes.run(STATUS, PATH=str(tmp_path))["reason"]
-    assert f"{compiler} could not build" in reason and "(out of order)" in reason
+    assert f"{compiler} could not compile" in reason and "(out of order)" in reason
 
 
 def test_without_any_openblas_a_sentence_says_what_to_install(processes, tmp_path):

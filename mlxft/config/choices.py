@@ -21,6 +21,7 @@ SMOOTHED_VARIANTS = ("robust", "cdpo", "exo_pair")  # those that label_smoothing
 NLL_SCOPES = ("full", "response")
 REFERENCE_TIMES = ("once", "every_step")
 EXPORTS = ("peft", "merged", "gguf")
+QUANTIZATIONS = ("trellis", "affine")
 EXPORTED_QUANTIZATIONS = ("mixed", "none", "same")
 EXPORTED_GGUF = ("model", "adapter")
 

@@ -24,6 +24,7 @@ from mlxft.config.schema import (
     ExportConfig,
     GenerateConfig,
     PreviewKeys,
+    QuantizeConfig,
     ServerKeys,
 )
 from mlxft.config.values import settle
@@ -92,6 +93,16 @@ COMMANDS = {
             ("model", *_ADAPTED),
             (_MODEL, (("prompt",), 'a question: prompt="Who are you?"')),
             own=GenerateConfig,
+        ),
+        Command(
+            "quantize",
+            ("model", *(f"data.{name}" for name in _READING)),
+            (
+                _MODEL,
+                (("to",), "a kind: to=trellis (or affine)"),
+                (("out",), "a folder that is new or empty: out=quantized"),
+            ),
+            own=QuantizeConfig,
         ),
         Command(
             "export",

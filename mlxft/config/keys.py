@@ -12,11 +12,16 @@ from mlxft.errors import InputError
 
 @dataclass(frozen=True)
 class Key:
-    """A key by its full name, "optimizer.lr", with its type and default (MISSING: it must be given)."""
+    """A key by its full name, "optimizer.lr", with its type and default (MISSING: it must be given).
+
+    rule: the name of what its values have to be, where that is not the key's own: one name can mean
+    something else to another command.
+    """
 
     name: str
     hint: Any
     default: Any
+    rule: str | None = None
 
     @property
     def takes_keys(self) -> bool:
@@ -40,7 +45,8 @@ def _collect(schema: type, prefix: str, found: dict[str, Key]) -> None:
         if is_dataclass(hints[item.name]):
             _collect(hints[item.name], name + ".", found)
         else:
-            found[name] = Key(name, hints[item.name], getattr(defaults, item.name))
+            rule = item.metadata.get("rule")
+            found[name] = Key(name, hints[item.name], getattr(defaults, item.name), rule)
 
 
 def groups_of(keys: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from mlxft.config.schema import (
     ExportConfig,
     GenerateConfig,
     PreviewKeys,
+    QuantizeConfig,
     ServerKeys,
 )
 
@@ -55,6 +56,11 @@ def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:
 def generation_keys() -> str:
     """Returns a line for each key that only `mlxft generate` has."""
     return _of(GenerateConfig)
+
+
+def quantization_keys() -> str:
+    """Returns a line for each key that only `mlxft quantize` has."""
+    return _of(QuantizeConfig)
 
 
 def export_keys() -> str:

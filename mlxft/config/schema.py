@@ -278,3 +278,19 @@ class ChatConfig:
     seed: Optional[int] = None  # of the draws; None: by chance
     thinking: bool = False  # let the model think first, where its template knows how
     any_template: bool = False  # true: adapters may have been trained with another chat template
+
+
+@dataclass
+class QuantizeConfig:
+    """The keys of `mlxft quantize` beside those of the model and the rows.
+
+    data.train: what it calibrates on. data.valid: what the model is measured on, before and after.
+    """
+
+    to: str = field(default=MISSING, metadata={"rule": "to.quantize"})  # trellis | affine
+    out: str = MISSING  # a folder, new or empty
+    bits: int = 4  # a weight: trellis has 2, 3 and 4; affine 2, 3, 4, 5, 6 and 8
+    rotate: bool = True  # of trellis: rotate inputs at random, which evens out what is hard to quantise
+    block: Optional[int] = None  # of trellis: weights of a ring; None: 32 with data.train, else up to 256
+    group_size: int = 64  # of affine: weights that share a scale
+    calibration_rows: int = 32  # of data.train: how many of its rows are read

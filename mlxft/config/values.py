@@ -23,7 +23,7 @@ def settle(key: Key, value: Any) -> Any:
     """
     if value is None and key.hint is Any and key.default is not None:
         raise ValueError("null is not a value for it")
-    rule = RULES.get(key.name)
+    rule = RULES.get(key.rule or key.name)
     try:
         value = _convert(key.hint, value)
     except ValueError as error:
@@ -434,6 +434,11 @@ RULES: dict[str, Rule] = {
     "seed": Range(0, 2**32, open_high=True),
     "to": one_of(choices.EXPORTS),
     "out": _path,
+    "to.quantize": one_of(choices.QUANTIZATIONS),
+    "bits": Range(2, 8),
+    "group_size": Range(32, 128),
+    "block": Range(32, 256),
+    "calibration_rows": Range(1),
     "dtype": one_of(choices.DTYPES),
     "quantization": one_of(choices.EXPORTED_QUANTIZATIONS),
     "gguf": one_of(choices.EXPORTED_GGUF),

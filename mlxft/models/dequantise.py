@@ -7,6 +7,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlxft.models.trellis.linear import TrellisLinear
 from mlxft.sizes import written
 
 log = logging.getLogger("mlxft")
@@ -62,7 +63,7 @@ def num_packed_values(module: nn.Module) -> int:
 
 def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     """Returns the dense layer that computes what `module` does, or None for kinds with code of their own."""
-    if type(module) is nn.QuantizedLinear:
+    if type(module) in (nn.QuantizedLinear, TrellisLinear):
         layer = nn.Linear(1, 1, bias=False)
     elif type(module) is nn.QuantizedEmbedding:
         layer = nn.Embedding(1, 1)
@@ -70,16 +71,22 @@ def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
         layer = SwitchLinear(1, 1, 1, bias=False)
     else:
         return None
-    scales, biases = module.scales, module.get("biases")
-    if module.mode == "affine":  # in float32, so that scale x code + bias is rounded once, to `dtype`
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    weight = mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits,
-                           mode=module.mode, dtype=mx.float32)
-    layer.weight = weight.astype(dtype)
+    layer.weight = _dense_weight(module).astype(dtype)
     if "bias" in module:
         layer.bias = module.bias.astype(dtype)
     layer.packed_bits = module.bits
     return layer
+
+
+def _dense_weight(module: nn.Module) -> mx.array:
+    """Returns the weight of a quantised module in float32."""
+    if type(module) is TrellisLinear:
+        return module.dense_weight()
+    scales, biases = module.scales, module.get("biases")
+    if module.mode == "affine":  # in float32, so that scale x code + bias is rounded once, to `dtype`
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits,
+                         mode=module.mode, dtype=mx.float32)
 
 
 def bits_of(module: nn.Module) -> int:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxft.backend import backend
+from mlxft.models.trellis.linear import TrellisLinear
 
 Quantised = nn.QuantizedLinear | nn.QuantizedEmbedding
 
@@ -35,6 +36,8 @@ def product(linear: nn.Module, x: mx.array, bias: bool = True) -> mx.array:
 
 
 def _weight_product(linear: nn.Module, x: mx.array) -> mx.array:
+    if isinstance(linear, TrellisLinear):
+        return linear.product(x)
     if not isinstance(linear, Quantised):
         return x @ linear["weight"].T
     arrays = linear["weight"], linear["scales"], linear.get("biases")
@@ -44,7 +47,9 @@ def _weight_product(linear: nn.Module, x: mx.array) -> mx.array:
 def squared_rows(linear: nn.Module) -> mx.array:
     """Returns the squared length (out,) float32 of each row of the layer's weight."""
     weight = linear["weight"]
-    if isinstance(linear, Quantised):
+    if isinstance(linear, TrellisLinear):
+        weight = linear.dense_weight()
+    elif isinstance(linear, Quantised):
         packed = weight, linear["scales"], linear.get("biases")
         weight = mx.dequantize(*packed, **_packing(linear))
     return mx.square(weight.astype(mx.float32)).sum(axis=1)
@@ -55,6 +60,9 @@ def transposed_product(linear: nn.Module, d_y: mx.array, onto: Optional[mx.array
 
     onto: (..., in), added to it.
     """
+    if isinstance(linear, TrellisLinear):
+        d_x = linear.transposed_product(d_y)
+        return d_x if onto is None else onto + d_x
     if isinstance(linear, Quantised) and not _pays(linear, d_y):
         d_x = mx.quantized_matmul(
             d_y, linear["weight"], linear["scales"], linear.get("biases"), transpose=False, **_packing(linear)
@@ -126,6 +134,6 @@ def _frozen(linear: Quantised) -> Callable:
 def dimensions(linear: nn.Module) -> tuple[int, int]:
     """Returns (inputs, outputs) of a dense or quantised linear layer; of an embedding (width, tokens)."""
     outputs, inputs = linear.weight.shape
-    if isinstance(linear, Quantised):
+    if isinstance(linear, Quantised | TrellisLinear):
         inputs = inputs * 32 // linear.bits
     return inputs, outputs

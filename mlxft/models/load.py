@@ -204,7 +204,7 @@ def _audited_model(folder: Path) -> tuple["nn.Module", dict[str, Any]]:
 
     def audited_classes(config: dict):
         model_class, args_class = _model_classes(config)
-        return (lambda args: _watched(model_class(args), config, folder)), args_class
+        return (lambda args: _watched(_built(model_class(args), config, folder), config, folder)), args_class
 
     try:
         model, config = utils.load_model(folder, lazy=True, get_model_classes=audited_classes)
@@ -216,6 +216,15 @@ def _audited_model(folder: Path) -> tuple["nn.Module", dict[str, Any]]:
     for name in ("sanitize", "load_weights"):
         vars(model).pop(name, None)
     return model, config
+
+
+def _built(model: "nn.Module", config: dict, folder: Path) -> "nn.Module":
+    """Returns `model` with the layers that only mlxft has in their places."""
+    if "trellis" in config:
+        from mlxft.models.trellis.linear import geometries, insert
+
+        insert(model, geometries(config, folder), folder)
+    return model
 
 
 def _watched(model: "nn.Module", config: dict, folder: Path) -> "nn.Module":

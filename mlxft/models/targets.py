@@ -11,8 +11,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlxft.errors import InputError
 from mlxft.models.lora_linear import AdaptedLayer
 from mlxft.models.new_rows import NewRows
+from mlxft.models.trellis.linear import TrellisLinear
 
-LINEARS = (nn.Linear, nn.QuantizedLinear)
+LINEARS = (nn.Linear, nn.QuantizedLinear, TrellisLinear)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 

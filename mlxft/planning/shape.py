@@ -10,7 +10,6 @@ from typing import Any, Optional
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxft.config.schema import Config
 from mlxft.models.decoder import DecoderView, unchecked_view
@@ -18,12 +17,12 @@ from mlxft.models.frozen_linear import dimensions
 from mlxft.models.load import lazy_model
 from mlxft.models.lora import AdapterReport, apply_adapter
 from mlxft.models.new_tokens import NewToken, add_new_tokens
+from mlxft.models.targets import EXPERTS, LINEARS
 from mlxft.models.whole_modules import base_arrays
 from mlxft.planning.scores import Attention
 from mlxft.training import optimizer
 
-_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
-_PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EXPERTS)
+_PRODUCTS = (*LINEARS, *EXPERTS)
 _EXPERTS_OF_A_TOKEN = 8
 
 
@@ -189,7 +188,7 @@ def _groups(view: DecoderView) -> Iterable[LayerGroup]:
 
 def _dimensions(module: nn.Module) -> tuple[int, int]:
     """Returns what a token reads and writes in a layer, of experts in as many as it is likely sent to."""
-    if isinstance(module, _EXPERTS):
+    if isinstance(module, EXPERTS):
         return _EXPERTS_OF_A_TOKEN * module.input_dims, _EXPERTS_OF_A_TOKEN * module.output_dims
     return dimensions(module)
 

@@ -6,7 +6,7 @@ import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Union
+from typing import Any, BinaryIO, Optional, Union
 
 import mlx.core as mx
 
@@ -89,10 +89,10 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def write_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Writes arrays as safetensors and waits until the disk has them. Raises: OSError."""
+def write_arrays(path: Path, arrays: dict[str, mx.array], notes: Optional[dict[str, str]] = None) -> None:
+    """Writes arrays, and notes, as safetensors and waits until the disk has them. Raises: OSError."""
     with open(path, "wb") as file:
-        mx.save_safetensors(file, arrays, {"format": "mlx"})
+        mx.save_safetensors(file, arrays, {"format": "mlx"} | (notes or {}))
         file.flush()
         os.fsync(file.fileno())
 
