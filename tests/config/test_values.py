@@ -5,20 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxft.config.composition import COMMANDS
 from mlxft.config.keys import keys_of
-from mlxft.config.schema import (
-    ChatConfig,
-    Config,
-    EvalKeys,
-    ExportConfig,
-    GenerateConfig,
-    PreviewKeys,
-    QuantizeConfig,
-    ServerKeys,
-)
+from mlxft.config.schema import Config
 from mlxft.config.values import RULES, settle
 
-SCHEMAS = (Config, EvalKeys, PreviewKeys, QuantizeConfig, GenerateConfig, ExportConfig, ServerKeys, ChatConfig)
+SCHEMAS = [Config, *(command.own for command in COMMANDS.values() if command.own)]
 KEYS = keys_of(*SCHEMAS)
 
 

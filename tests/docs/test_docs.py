@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from mlxft import cli
-from mlxft.config import Config, GenerateConfig, compose
+from mlxft.config import Config, compose
 from mlxft.config.composition import COMMANDS
 from mlxft.config.keys import groups_of, keys_of
-from mlxft.config.schema import ChatConfig, EvalKeys, ExportConfig, PreviewKeys, ServerKeys
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, code_spans, commands_of
 from tests.tiny_models import make_model
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a folder of that name is taken before the hub
 ROWS = [("Where is the key?", "Under the mat."), ("Who waters the plants?", "Mara."), ("And you?", "No.")]
-KEYS = keys_of(Config, EvalKeys, PreviewKeys, GenerateConfig, ExportConfig, ServerKeys, ChatConfig)
+SCHEMAS = [Config, *(command.own for command in COMMANDS.values() if command.own)]
+KEYS = keys_of(*SCHEMAS)
 
 # The same words elsewhere than in a configuration: a file's name, the layers' paths in a model.
 NO_KEYS = {"model.safetensors", "model.layers", "model.gguf", "adapter.gguf"}
