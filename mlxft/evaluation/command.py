@@ -337,7 +337,8 @@ def _evaluate_tasks(task: _Task) -> Evaluated:
         from mlxft.evaluation import harness
     except ModuleNotFoundError as error:
         raise InputError(
-            f"eval.tasks: lm-eval is not installed ({error.name} is missing): pip install 'mlxft[lm-eval]'"
+            f"eval.tasks: lm-eval is not installed ({error.name} is missing): pip install -e '.[lm-eval]' "
+            "in mlxft's checkout"
         ) from None
     wanted = task.wanted
     tasks = harness.Tasks(wanted.tasks)

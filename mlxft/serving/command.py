@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
         from mlxft.serving.app import make_app
     except ImportError as error:
         raise InputError(
-            f"mlxft serve needs packages that are not installed ({error.name}): pip install 'mlxft[serve]'"
+            f"mlxft serve needs packages that are not installed ({error.name}): pip install -e '.[serve]' "
+            "in mlxft's checkout"
         ) from None
     cfg = composed.own.server
     with _listening(cfg.host, cfg.port) as listening:

@@ -190,4 +190,4 @@ def test_without_lm_eval_the_command_says_what_to_install(folder, tmp_path):
     shadowed["PYTHONPATH"] = f"{tmp_path}:{shadowed['PYTHONPATH']}"
     done = mlxft("eval", f"model.path={folder}", "eval.tasks=arc_easy", folder=tmp_path, env=shadowed)
     assert done.returncode == 2
-    assert "pip install 'mlxft[lm-eval]'" in done.stderr and "Traceback" not in done.stderr
+    assert "pip install -e '.[lm-eval]'" in done.stderr and "Traceback" not in done.stderr
