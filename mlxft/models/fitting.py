@@ -99,7 +99,9 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
     present = {layer.path for layer, _ in fitted}
     chosen = adapter.chosen(layers)
     missing = sorted(chosen - present)
-    unnamed = sorted(present - chosen) if adapter.chosen_are_all else []
+    # An embedding with new tokens has its update on the table of those it had.
+    named = chosen | {layer.path for layer in layers if layer.path.removesuffix(".table") in adapter.layers}
+    unnamed = sorted(present - named) if adapter.chosen_are_all else []
     whole, odd = _whole(adapter, places)
     refuse(adapter.folder, {"no such linear layer in the model": unknown, "wrong shape": wrong,
                             "not in the model, or in another shape": odd,

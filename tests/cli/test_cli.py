@@ -87,7 +87,7 @@ def test_a_typo_ends_every_command_that_takes_keys_with_2(command, capsys):
     "arguments, words",
     [
         (["trian"], "did you mean mlxft train?"),
-        (["zzz"], "there are train, eval, generate, export, preview, plan, recipes, migrate, doctor"),
+        (["zzz"], "there are train, eval, generate, quantize, export, chat, serve, preview, plan"),
         (["optimizer.lr=1"], "the command comes first: mlxft train optimizer.lr=1"),
         (["recipes", "made_upp"], "did you mean made_up?"),
         (["recipes", "copy"], "takes nothing, NAME, or copy NAME"),
