@@ -8,7 +8,7 @@ by a mark: what differs is what the answer brought in.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -129,6 +129,11 @@ def _find_span(
     words = words or _find_words(template, row, rendered.text, turn)
     if words is None:
         return None
+    if not words.whole and row.messages[turn].get("tool_calls") and not any(template.prompts):
+        start = _find_opening(template, row, rendered.text, turn)
+        if start is None:
+            return None
+        words = replace(words, start=start, end=start)
     bound = len(rendered.tokens)
     if turn + 1 < len(row.messages) and (not words.whole or row.messages[turn].get("tool_calls")):
         # Some templates write a call's result into the turn of the call: stop before the next message.
@@ -169,6 +174,29 @@ def _find_words(template: ChatTemplate, row: ChatRow, text: str, turn: int) -> W
         shared = min(shared_suffix(text, tail), len(text) - start)
         if len(tail) - shared <= template.closing_length:  # after it, nothing but the closing differs
             return Words(start, len(text) - shared, whole)
+    return None
+
+
+def _find_opening(template: ChatTemplate, row: ChatRow, text: str, turn: int) -> int | None:
+    """Returns the character where a turn of calls begins, for a template that has no generation prompt.
+
+    That is where a plain answer would begin. It stands in for the calls, their results and what is said to
+    these, since without its call a result may be refused; or the conversation ends with it.
+    """
+    mark = next(chr(code) for code in range(FIRST_MARK, 0x10FFFF) if chr(code) not in text)
+    messages, after = row.messages, turn + 1
+    while after < len(messages) and (messages[after]["role"] == "tool" or messages[after].get("tool_calls")):
+        after += 1
+    if after < len(messages) and messages[after]["role"] == "assistant":
+        after += 1
+    for rest in (messages[after:], []):
+        plain = [*messages[:turn], {"role": "assistant", "content": mark}, *rest]
+        try:
+            before, found, _ = template.render(plain, row.tools).partition(mark)
+        except Refused:
+            continue
+        if found and text.startswith(before.rstrip()):  # a template may put a space before words alone
+            return shared_prefix(text, before)
     return None
 
 

@@ -69,6 +69,16 @@ def _check_flag(value: Any, name: str, role: str, where: str) -> None:
         raise InputError(f"{where}: {name} is {shown(value)}, but only the assistant's turns are trained on.")
 
 
+def check_continues(context: list[Message], answer: list[Message], key: str, where: str) -> None:
+    """Raises InputError for an answer that begins with what cannot follow its prompt: a question, say."""
+    last, role = context[-1]["role"], answer[0]["role"]
+    if role == "system" or role == last == "user":
+        raise InputError(
+            f"{where}: {key} begins with a {role} turn, which cannot follow the {last} turn that prompt "
+            f"ends with. Leave out of {key} what prompt says already, or leave the prompt out."
+        )
+
+
 def checked_tools(row: Row) -> list[dict[str, Any]] | None:
     """Returns the row's tools, None if there are none. Raises InputError for what is no list of them."""
     tools = row.values.get("tools")

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from mlxft.data.checks import Message, checked_answer, filled_text, listed, shown
+from mlxft.data.checks import TRAIN_FLAGS, Message, checked_answer, filled_text, listed, shown
 from mlxft.data.json_row import kind_of
 from mlxft.data.sources import Row
 from mlxft.errors import InputError
@@ -82,11 +82,13 @@ def _message(turn: Any, name: str, where: str) -> Message:
     if not isinstance(value, str):
         raise InputError(f"{where}: {name}.value is {kind_of(value)}; it must be text.")
     role = SPEAKERS[speaker]
+    flags = {flag: turn[flag] for flag in TRAIN_FLAGS if flag in turn}
     if speaker == "function_call":
-        return {"role": role, "content": "", "tool_calls": _calls(value, f"{name}.value", where)}
+        calls = _calls(value, f"{name}.value", where)
+        return {"role": role, "content": "", "tool_calls": calls} | flags
     if role in ("user", "assistant"):
         filled_text(value, f"{name}.value", where)
-    return {"role": role, "content": value}
+    return {"role": role, "content": value} | flags
 
 
 def _calls(value: str, name: str, where: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 from mlxft.config.choices import FORMATS
 from mlxft.data.checks import (
     TRAIN_FLAGS,
+    check_continues,
     checked_answer,
     checked_messages,
     checked_tokens,
@@ -235,7 +236,7 @@ def type_row(row: Row, format: str, vocab_size: int) -> TypedRow:
     if format == "alpaca":
         return ChatRow(alpaca_messages(row), None, 0, row.where)
     if format == "sharegpt":
-        return ChatRow(sharegpt_messages(row), sharegpt_tools(row), 0, row.where)
+        return chat_row(sharegpt_messages(row), sharegpt_tools(row), 0, row.where)
     if format == "completion":
         return _completion_row(row)
     if format == "text":
@@ -248,6 +249,7 @@ def _completion_row(row: Row) -> ChatRow | CompletionRow:
     if isinstance(prompt, list) and isinstance(completion, list):
         context = checked_messages(prompt, "prompt", where)
         answer = checked_answer(completion, "completion", where)
+        check_continues(context, answer, "completion", where)
         return chat_row(context + answer, checked_tools(row), len(context), where)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise InputError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxft.data.checks import (
     Message,
+    check_continues,
     checked_answer,
     checked_messages,
     checked_tokens,
@@ -145,6 +146,9 @@ def _split_turns(
         context = checked_messages(prompt, "prompt", where)
         repeated = all(turns[: len(context)] == context for turns in answers.values())
         num_shared = len(context) if whole and repeated else 0
+        for key, turns in answers.items():
+            if not num_shared:
+                check_continues(context, turns, key, where)
         return context, _after(num_shared, answers, where)
     if isinstance(prompt, str) and not whole:
         return [{"role": "user", "content": filled_text(prompt, "prompt", where)}], answers

@@ -114,6 +114,22 @@ TEMPLATES = {
         "{% endif %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}{{ '<turn>model\n' }}{% endif %}"
     ),
+    # No generation prompt: an answer follows the question's mark, words after a space and calls without.
+    # Turns must alternate but for calls and results, and tools stand before the last question.
+    "unprompted": (
+        LAST_USER + "{{ bos_token }}{% set plain = namespace(count=0) %}{% for m in messages %}"
+        "{% if m['role'] != 'tool' and not m['tool_calls'] %}"
+        "{% if (m['role'] == 'user') != (plain.count % 2 == 0) %}"
+        "{{ raise_exception('Turns must alternate') }}{% endif %}"
+        "{% set plain.count = plain.count + 1 %}{% endif %}"
+        "{% if m['role'] == 'user' %}"
+        "{{ '[TOOLS]' + tools | tojson + '[/TOOLS]' if tools and loop.index0 == ns.last else '' }}"
+        "{{ '<turn>' + m['content'] + '</turn>' }}"
+        "{% elif m['tool_calls'] %}{{ '[CALLS] [' }}{% for call in m['tool_calls'] %}"
+        "{{ call['function'] | tojson }}{% endfor %}{{ ']' + eos_token }}"
+        "{% elif m['role'] == 'tool' %}{{ '<result>' + m['content'] + '</result>' }}"
+        "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    ),
     # Turns that nothing closes.
     "unclosed": (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endfor %}"

@@ -91,3 +91,21 @@ def test_a_call_that_the_template_leaves_out_is_refused(make_tokenizer):
 
 def test_a_call_outside_what_is_trained_may_be_left_out(answers):
     assert answers("chatml", MESSAGES, train_on="last_assistant") == ["Bye.<|im_end|>"]
+
+
+def call_in_mistrals_form(name: str) -> str:
+    return f'[CALLS] [{{"name": "{name}", "arguments": {{"x": 1, "y": 2}}}}]</s>'
+
+
+@pytest.mark.parametrize("num_messages", [2, 4, 6])
+@pytest.mark.parametrize("tools", [None, [ADD_UP]])
+def test_a_call_is_trained_whole_where_nothing_prompts_it(answers, num_messages, tools):
+    wanted = [call_in_mistrals_form("add_up"), "It is 3.</s>", "Bye.</s>"]
+    assert answers("unprompted", MESSAGES[:num_messages], tools) == wanted[: num_messages // 2]
+
+
+def test_a_second_exchange_of_calls_is_trained_whole_where_nothing_prompts_it(answers):
+    other = {"type": "function", "function": {"name": "take_off", "arguments": {"x": 1, "y": 2}}}
+    messages = [*MESSAGES[:3], MESSAGES[1] | {"tool_calls": [other]}, *MESSAGES[2:]]
+    first, second = call_in_mistrals_form("add_up"), call_in_mistrals_form("take_off")
+    assert answers("unprompted", messages, [ADD_UP]) == [first, second, "It is 3.</s>", "Bye.</s>"]

@@ -121,3 +121,16 @@ def test_alpacas_rows_train_like_the_same_messages(write_rows, make_tokenizer):
     (other,), _ = load_examples(rows[1], DataConfig(), tokenizer, 1000)
     assert one.tokens.tolist() == other.tokens.tolist() and one.mask.tolist() == other.mask.tolist()
     assert report.format == "alpaca"
+
+
+def test_a_sharegpt_turn_may_say_that_it_is_only_read():
+    asked, answered = SHAREGPT["conversations"][0], SHAREGPT["conversations"][3]
+    flags = ({"train": False}, {"train": True}, {"weight": 0})
+    talk = [turn for flag in flags for turn in (asked, answered | flag)]
+    row = typed("sharegpt", conversations=talk, system="Be brief.")
+    assert row.untrained == {2, 6}
+    assert row.messages[2] == {"role": "assistant", "content": "Four."}
+    called = [asked, SHAREGPT["conversations"][1] | {"weight": 0}, *SHAREGPT["conversations"][2:]]
+    assert typed("sharegpt", conversations=called).untrained == {1}
+    with pytest.raises(InputError, match=r"^rows\.jsonl:7: conversations\[1\]\.weight is 0\.5; it must be"):
+        typed("sharegpt", conversations=[asked, answered | {"weight": 0.5}])

@@ -255,3 +255,11 @@ def test_turns_say_themselves_whether_they_are_trained_on_and_the_template_does_
 def test_whether_to_train_on_a_turn_is_checked(message, fault):
     with pytest.raises(InputError, match=fault):
         type_row(row(messages=[USER, message, USER, ANSWER]), "messages", 9)
+
+
+def test_a_completion_of_messages_does_not_ask_again_what_the_prompt_asked():
+    for completion in ([USER, ANSWER], [USER | {"content": "another"}, ANSWER]):
+        with pytest.raises(InputError, match=r"^rows\.jsonl:4: completion begins with a user turn"):
+            type_row(row(prompt=[USER], completion=completion), "completion", 9)
+    typed = type_row(row(prompt=[USER, ANSWER], completion=[USER, ANSWER]), "completion", 9)
+    assert (typed.messages, typed.num_context) == ([USER, ANSWER] * 2, 2)

@@ -217,3 +217,23 @@ def test_a_prompt_beside_whole_conversations_has_to_be_one_of_their_questions():
         assert len(turns(pair(prompt=prompt, **both))[0]) == 3
     with pytest.raises(InputError, match=r'prompt is "another", which the user says nowhere'):
         pair(prompt="another", **both)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[user("another")], [system(), user()]], ids=["another question", "a system turn more"]
+)
+def test_a_prompt_of_messages_beside_whole_conversations_has_to_be_what_they_begin_with(prompt):
+    answers = {"chosen": [user(), bot("a")], "rejected": [user(), bot("b")]}
+    with pytest.raises(InputError, match=rf"^{WHERE}: chosen begins with a user turn, which cannot follow"):
+        pair(prompt=prompt, **answers)
+    with pytest.raises(InputError, match="completion begins with a user turn"):
+        unpaired(prompt=prompt, completion=[user(), bot()], label=True)
+    talk = [system("another"), user(), bot()]
+    with pytest.raises(InputError, match="completion begins with a system turn"):
+        unpaired(prompt=[system(), user(), bot()], completion=talk, label=True)
+
+
+def test_answers_may_go_on_with_the_user_after_a_prompt_that_ends_otherwise():
+    for prompt in ([system()], [user(), bot()]):
+        typed = pair(prompt=prompt, chosen=[user("more"), bot("a")], rejected=[user("more"), bot("b")])
+        assert turns(typed) == (prompt, [user("more"), bot("a")], [user("more"), bot("b")])
