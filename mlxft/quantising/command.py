@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,28 +16,22 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxft.backend import shape_multiple
 from mlxft.config.schema import Config, QuantizeConfig
 from mlxft.data.example import Example
 from mlxft.data.load import load_examples
 from mlxft.errors import EXIT_DONE, GuardStop, InputError
-from mlxft.evaluation.perplexity import evaluate
+from mlxft.evaluation.command import evaluate_config
 from mlxft.export.folder import check_out, check_space, staged
-from mlxft.layouts.arrange import Arranger
 from mlxft.models import audit
-from mlxft.models.decoder import DecoderView, unchecked_view, view
+from mlxft.models.decoder import DecoderView, unchecked_view
 from mlxft.models.dequantise import is_quantised
 from mlxft.models.load import lazy_model, load_model, load_tokenizer, vocabulary_size
 from mlxft.models.resolve import resolve
 from mlxft.models.trellis.format import BITS
 from mlxft.models.trellis.linear import TrellisLinear, section
-from mlxft.progress import followed
 from mlxft.quantising.trellis_model import Wanted, quantise_layers
 from mlxft.sizes import written
 from mlxft.training.disk import as_json, disk_guard
-from mlxft.training.objectives.common import HeadPlan
-from mlxft.training.objectives.sft import Sft
-from mlxft.training.validation import fixed_batches
 
 log = logging.getLogger("mlxft")
 
@@ -72,8 +66,8 @@ def quantise(config: Config, wanted: QuantizeConfig) -> dict[str, Any]:
     out = Path(wanted.out).expanduser()
     check_out(out)
     task = _Task(config, wanted, folder, out)
-    calibration, valid = task.rows("train"), task.rows("valid")
-    before = None if valid is None else task.perplexity(load_model(task.folder), valid)
+    calibration = task.calibration()
+    before = None if config.data.valid is None else task.perplexity(folder)
     check_space(out, sum(file.stat().st_size for file in audit.weight_files(task.folder)))
     began = time.monotonic()
     with disk_guard(out, "Finished layers are kept beside it", "quantise again"), staged(out) as made:
@@ -85,8 +79,8 @@ def quantise(config: Config, wanted: QuantizeConfig) -> dict[str, Any]:
         seconds = time.monotonic() - began
         loaded = load_model(made)
         figures = _figures(made, loaded, task, seconds, errors)
-        if valid is not None:
-            figures |= {"perplexity before": before, "perplexity after": task.perplexity(loaded, valid)}
+        if before is not None:
+            figures |= {"perplexity before": before, "perplexity after": task.perplexity(made)}
         (made / "README.md").write_text(_card(figures), encoding="utf-8")
     if task.unfinished.exists():
         shutil.rmtree(task.unfinished)
@@ -130,21 +124,22 @@ class _Task:
         """Where finished layers wait for the rest, so that a run that was stopped goes on."""
         return self.out.parent / f".{self.out.name}.unfinished"
 
-    def rows(self, which: str) -> Optional[Sequence[Example]]:
-        """Returns the rows of data.train or data.valid, None where they are not given. Raises: InputError."""
-        source = getattr(self.config.data, which)
+    def calibration(self) -> Optional[Sequence[Example]]:
+        """Returns the rows of data.train, None where they are not given. Raises: InputError."""
+        source = self.config.data.train
         if source is None:
             return None
         tokenizer = load_tokenizer(self.folder, required=self.config.data.format != "tokens")
         rows, _ = load_examples(source, self.config.data, tokenizer, vocabulary_size(self.folder))
         return rows
 
-    def perplexity(self, model: nn.Module, rows: Sequence[Example]) -> str:
-        """Returns the perplexity of a model on rows, with its standard error."""
-        objective = Sft(HeadPlan("auto", 1024), Arranger("padded", shape_multiple()))
-        batches = fixed_batches(rows, self.config.data.batch_size)
-        found = evaluate(view(model), followed(batches, "evaluating"), objective)
-        return dict(found.lines())["perplexity"]
+    def perplexity(self, folder: Path) -> str:
+        """Returns the perplexity of the model in `folder` on data.valid, as `mlxft eval` finds it."""
+        model = replace(self.config.model, path=str(folder), revision=None)
+        found = evaluate_config(replace(self.config, model=model)).as_dict()
+        if "perplexity" not in found:
+            raise InputError("data.valid: it has to be rows to learn, which a model has a perplexity on")
+        return f"{found['perplexity']:,.2f} ± {found['perplexity_stderr'] or 0:,.2f}"
 
     def settings(self) -> dict[str, Any]:
         """Returns what finished layers depend on."""
