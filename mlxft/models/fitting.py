@@ -100,7 +100,8 @@ def fit(adapter: Adapter, model: nn.Module) -> Fitted:
     chosen = adapter.chosen(layers)
     missing = sorted(chosen - present)
     # An embedding with new tokens has its update on the table of those it had.
-    named = chosen | {layer.path for layer in layers if layer.path.removesuffix(".table") in adapter.layers}
+    tables = {f"{path}.table" for path in adapter.layers}
+    named = chosen | {layer.path for layer in layers if layer.path in tables}
     unnamed = sorted(present - named) if adapter.chosen_are_all else []
     whole, odd = _whole(adapter, places)
     refuse(adapter.folder, {"no such linear layer in the model": unknown, "wrong shape": wrong,

@@ -89,23 +89,29 @@ def make(config: Config, view: DecoderView) -> Reference:
 
 
 def with_references(
-    objective, view: DecoderView, rows: Sequence[Any], config: Config, digests: Mapping[str, Digests]
+    objective,
+    view: DecoderView,
+    rows: Sequence[Any],
+    config: Config,
+    digests: Mapping[str, Digests],
+    num_seen: Optional[int] = None,
 ) -> list[Any]:
     """Returns the rows with their reference log-probabilities, from the disk if they were kept.
 
-    digests: as `digests_of_files`. The same model, adapter, rows and arithmetic are scored once.
+    digests: as `digests_of_files`. num_seen: how many of the rows will be asked for, None for all. The same
+    model, adapter, rows and arithmetic are scored once.
     """
     path = _cache_folder() / f"{_key(objective, rows, config, digests)}.npy"
     values = _kept(path, len(rows))
     if values is not None:
         log.info("reference log-probabilities of %d rows: as kept in %s", len(rows), path)
     else:
-        values = _score_and_keep(objective, view, list(rows), config, path)
+        values = _score_and_keep(objective, view, list(rows), config, path, num_seen)
     return [replace(row, ref_logps=tuple(both)) for row, both in zip(rows, values, strict=True)]
 
 
 def _score_and_keep(
-    objective, view: DecoderView, rows: list[Any], config: Config, path: Path
+    objective, view: DecoderView, rows: list[Any], config: Config, path: Path, num_seen: Optional[int]
 ) -> np.ndarray:
     """Returns the reference's values (N, 2) float32 in the order of the rows.
 
@@ -119,7 +125,7 @@ def _score_and_keep(
     place = {id(row): index for index, row in enumerate(rows)}
     batches = [[place[id(row)] for row in batch] for batch in fixed_batches(rows, config.data.batch_size)]
     left = [batch for batch in batches if np.isnan(values[batch]).any()]
-    _announce(len(rows), sum(map(len, left)), config)
+    _announce(len(rows), sum(map(len, left)), num_seen)
     kept_at = time.monotonic()
     try:
         for batch in followed(left, "reference log-probabilities"):
@@ -137,13 +143,11 @@ def _score_and_keep(
     return values
 
 
-def _announce(num_rows: int, num_left: int, config: Config) -> None:
+def _announce(num_rows: int, num_left: int, num_seen: Optional[int]) -> None:
     begun = f", {num_rows - num_left:,} of them before" * (num_left < num_rows)
-    trainer, data = config.trainer, config.data
-    seen = num_rows if trainer.max_steps is None else trainer.max_steps * trainer.accumulate * data.batch_size
     hint = ""
-    if seen < num_rows / 2:
-        hint = f"; this run sees {seen:,} of them: loss.reference_scored=every_step scores no more"
+    if num_seen is not None and num_seen < num_rows / 2:
+        hint = f"; this run sees {num_seen:,} of them: loss.reference_scored=every_step scores no more"
     log.info("reference log-probabilities of %d rows: being computed once%s%s", num_rows, begun, hint)
 
 

@@ -192,10 +192,13 @@ class _Run:
         self.objective = objectives.build(config, Arranger(layout, shape_multiple()), reference)
         if reference is not None and config.loss.reference_scored == "once":
             batches = fixed_batches(self.rows.train, config.data.batch_size)
+            num_seen = self.total_steps * config.trainer.accumulate * config.data.batch_size
             with memory_guard("scoring the reference", batches):
                 train, valid = (
-                    with_references(self.objective, self.view, rows, config, self.weights) if rows else []
-                    for rows in (self.rows.train, self.rows.valid)
+                    with_references(self.objective, self.view, rows, config, self.weights, seen)
+                    if rows
+                    else []
+                    for rows, seen in ((self.rows.train, num_seen), (self.rows.valid, None))
                 )
             self.rows = replace(self.rows, train=train, valid=valid)
             self.windows = replace(self.windows, rows=train)

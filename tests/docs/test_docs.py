@@ -105,7 +105,7 @@ def run_command(command: str, capsys) -> tuple[int, str]:
 
 def assert_shown(shown: Block, ran: Block, output: str) -> None:
     def comparable(text: str) -> str:
-        numbers = re.sub(r"\d[\d,.]*", "0", text)  # and the small model's sizes are in MB, not GB
+        numbers = re.sub(r"[+-]?\d[\d,.]*", "0", text)  # and the small model's sizes are in MB, not GB
         return re.sub(r"0 [GMk]B", "0 GB", numbers) if ran.language == "bash" else text
 
     for line in shown.body.splitlines():
