@@ -180,10 +180,14 @@ _GPT = {
     "n_ctx": 512,
     "layer_norm_epsilon": 1e-5,
 }
+# MLX's CUDA backend can't launch the gradient of 64 x 96 experts for fewer than 64 choices (a run there has 128
+# positions and more).
+_EXPERT_WIDTH = 32
 _LLAMA_4_TEXT = {
     **_COMMON,
     **_LLAMA_LIKE,
     "model_type": "llama4_text",
+    "intermediate_size": _EXPERT_WIDTH,
     "attention_chunk_size": 512,
     "interleave_moe_layer_step": 2,
     "intermediate_size_mlp": 96,
@@ -201,6 +205,7 @@ PADDED_FAMILIES = {
     "jamba": {
         **_LLAMA_LIKE,
         "model_type": "jamba",
+        "intermediate_size": _EXPERT_WIDTH,
         "attn_layer_offset": 1,
         "attn_layer_period": 2,
         "expert_layer_offset": 1,

@@ -11,6 +11,7 @@ from mlxft.layouts.pieces import Piece
 from mlxft.models import load
 from mlxft.models.decoder import view
 from mlxft.training.objectives.common import HeadPlan
+from tests.devices import ON_CPU
 from tests.tiny_models import make_model
 
 EXACT = 1e-4  # float32 against float64, sums of up to five tokens, other shapes than alone
@@ -61,7 +62,7 @@ def test_the_likeliest_continuation_is_told(tmp_path):
     assert [score.is_greedy for score in found] == [True, likeliest == 3]
 
 
-@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="a GPU's lengths are rounded up")
+@pytest.mark.skipif(not ON_CPU, reason="a GPU's lengths are rounded up")
 def test_what_continuations_begin_with_is_forwarded_once(continuations, tmp_path):
     scorer = Scorer(view(load(str(make_model(tmp_path, "llama")))[0]))
     scorer(continuations)

@@ -23,12 +23,13 @@ from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
 from tests.command import MLXFT, environment, mlxft
+from tests.devices import ON_CPU
 from tests.evaluation.made import make_adapter, merged
 from tests.runs import write_rows, write_token_rows
 from tests.tiny_models import END_ID, FAMILIES, make_model
 
 LENGTHS = (12, 3, 30, 7, 19)
-EXACT = 1e-6 if mx.default_device().type == mx.DeviceType.cpu else 1e-4  # float32 against float64
+EXACT = 1e-6 if ON_CPU else 1e-4  # float32 against float64
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
+from tests.devices import SLACK
 from tests.gradients import added_up, difference
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 
 # float32, sums in another order: rounding of the largest entry.
 CLOSE = 1e-5
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

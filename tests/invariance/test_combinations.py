@@ -33,6 +33,7 @@ from mlxft.training.optimizer import global_norm
 from mlxft.training.reference import make as make_reference
 from mlxft.training.step import Stepper, WindowGradient
 from mlxft.training.windows import Windows
+from tests.devices import ON_CPU
 from tests.invariance.cases import (
     AXES,
     NEW_TOKENS,
@@ -47,7 +48,6 @@ from tests.invariance.cases import (
 from tests.invariance.pairwise import Case, pairs_among, pairs_of
 from tests.tiny_models import VOCAB_SIZE, model_config, random_model
 
-ON_CPU = mx.default_device().type == mx.DeviceType.cpu
 # float32, sums in another order: relative to the loss, to the metrics, to the size of the gradient. A single
 # array's, of which a model has hundreds, may be twice as far off (measured: 1.1e-5 at the most).
 CLOSE = 1e-5 if ON_CPU else 1e-4

@@ -6,9 +6,9 @@ import pytest
 
 from mlxft.layouts.attention import LayerAttention, _causal_mask, _composed, attend
 from mlxft.layouts.pieces import Layout, Piece, padded
+from tests.devices import SLACK
 
 SCALE = 0.35
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
 
 def arrays(length, rows=2, heads=4, key_heads=2, width=8):

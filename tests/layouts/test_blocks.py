@@ -7,9 +7,9 @@ from mlxft.layouts import attention
 from mlxft.layouts.attention import LayerAttention, attend
 from mlxft.layouts.blocks import in_blocks
 from mlxft.layouts.pieces import Layout, Piece, padded
+from tests.devices import SLACK, cpu_figures
 
 SCALE = 0.3
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
 
 def arrays(num_queries, num_keys, rows=2, heads=4, key_heads=2, width=8):
@@ -73,6 +73,7 @@ def peak_of_a_backward(length, window=None):
     return mx.get_peak_memory() - before
 
 
+@cpu_figures
 def test_the_scores_of_all_blocks_never_exist_together():
     """4,096 positions: all scores of 4 heads would be 268 MB, several times; a block's are 8.4 MB."""
     assert peak_of_a_backward(4096) < 80e6
@@ -110,6 +111,7 @@ def test_a_window_in_blocks_has_the_gradients_of_a_mask(
         assert mx.abs(one - other).max().item() < 1e-5 * SLACK
 
 
+@cpu_figures
 def test_the_scores_of_all_windows_never_exist_together():
     """4,096 positions, window 1,024: two windows of scores for each, of 4 heads, would be 134 MB, several
     times; a block's are 8.4 MB."""

@@ -9,8 +9,8 @@ from mlxft.layouts import attention
 from mlxft.layouts.attention import LayerAttention, attend
 from mlxft.layouts.fold import Folding
 from mlxft.layouts.pieces import Layout, Piece
+from tests.devices import SLACK
 
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 SCALE = 0.35
 
 

@@ -6,8 +6,7 @@ import pytest
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops, normalize_qk
 
 from mlxft.layouts.gated_delta import GatedDelta, gated_delta, in_chunks, inverse
-
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
+from tests.devices import SLACK
 
 
 def arrays_of(length, alike=False):

@@ -12,6 +12,7 @@ from mlx_lm.models.smollm3 import NoPE
 from mlxft.layouts.cache import Positions, TrainingCache
 from mlxft.layouts.install import _PieceRope, layouts_installed
 from mlxft.layouts.pieces import Layout, Piece, padded
+from tests.devices import cpu_figures
 from tests.tiny_models import model_config, random_model
 
 # A prompt of 7 with branches of 4 and 9 tokens, then a row of its own.
@@ -58,6 +59,7 @@ def test_a_model_may_make_an_array_of_its_offset():
     assert mx.array_equal(_PieceRope(ROPES["plain"])(x, offset=positions), one_by_one(ROPES["plain"], x))
 
 
+@cpu_figures
 def test_pieces_of_any_lengths_are_one_rope_call():
     calls = []
 

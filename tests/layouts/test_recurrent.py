@@ -5,8 +5,7 @@ import pytest
 
 from mlxft.layouts.pieces import Layout, Piece, padded
 from mlxft.layouts.recurrent import Run, TrainingSSMCache, by_runs, runs
-
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
+from tests.devices import SLACK
 
 # A prompt of 6 with branches of 3, 4 and 4, another of 2 with branches of 1 and 4, and a row of its own.
 SHARED = Layout(

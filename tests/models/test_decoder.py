@@ -16,9 +16,8 @@ from mlxft.models.check import check
 from mlxft.models.decoder import DecoderView, view
 from mlxft.models.families.gemma3 import Gemma3View
 from mlxft.models.load import load
+from tests.devices import SLACK
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model
-
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

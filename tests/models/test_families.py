@@ -17,10 +17,10 @@ from mlxft.models.load import load
 from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient, hidden_states
 from mlxft.training.objectives.common import HeadPlan
+from tests.devices import SLACK
 from tests.gradients import added_up, difference
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, PADDED_FAMILIES, VOCAB_SIZE, make_model
 
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 CLOSE = 1e-5 * SLACK  # float32, sums in another order: rounding of the largest entry
 
 # Families whose gradients are compared: each has code, a view, or a kind of layer of its own.

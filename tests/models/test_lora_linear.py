@@ -17,8 +17,7 @@ from mlxft.models.lora_linear import (
     set_siblings,
     thin_products_joined,
 )
-
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
+from tests.devices import SLACK
 
 
 def make_layer(dropout=0.0, quantised=False, place=(0, 0), scale=2.0):

@@ -12,12 +12,12 @@ import pytest
 from mlxft.config.choices import GRADIENTS
 from mlxft.models.adapters import load_adapter
 from mlxft.models.load import load
+from tests.devices import SLACK
 from tests.runs import column, train, write_rows
 
 HERE = Path(__file__).parent
 MODEL = HERE / "models" / "llama_untied"
 # CPU float32; ten times that on a GPU.
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
 PLAIN = ["schedule=constant", "trainer.clip_norm=0"]
 ADAPTER = f"adapter.init_from={MODEL / 'adapter'}"

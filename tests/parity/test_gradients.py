@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -16,11 +15,11 @@ from mlxft.segmented.build import build
 from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
+from tests.devices import SLACK
 from tests.gradients import added_up
 
 HERE = Path(__file__).parent
 MODEL = HERE / "models" / "llama_untied"
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
 
 
 def reference() -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from mlxft.models.lora import apply_adapter
 from mlxft.segmented.segments import SegmentedGradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
+from tests.devices import cpu_figures
 
 VOCABULARY = 8192
 SHAPE = dict(
@@ -60,6 +61,7 @@ def peak(gradient: SegmentedGradient, length: int) -> int:
     return mx.get_peak_memory() - before
 
 
+@cpu_figures
 def test_a_row_of_2048_tokens_takes_at_most_110_megabytes_over_the_weights():
     assert peak(gradient_of(16), 2048) <= 110e6
 

@@ -17,6 +17,7 @@ from mlxft.config import from_dict
 from mlxft.config.choices import OPTIMIZERS
 from mlxft.errors import GuardStop
 from mlxft.training.checkpoint import CheckpointStore
+from tests.devices import ON_CPU
 from tests.runs import arrays, column, metrics, same, train, write_rows
 from tests.tiny_models import make_model
 
@@ -319,7 +320,7 @@ def test_the_backward_is_run_as_asked_and_the_run_says_how(
 def test_deterministic_changes_nothing_on_a_cpu(model, data, left, tmp_path):
     more = [*WINDOWS, "trainer.max_steps=6", "optimizer.lr=1e-2", "trainer.deterministic=true"]
     train(model, data, tmp_path / "run", *more)
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if ON_CPU:
         assert metrics(tmp_path / "run") == metrics(left, "train")
     else:
         assert column(tmp_path / "run", "loss") == pytest.approx(column(left, "loss"), rel=1e-3)

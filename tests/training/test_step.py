@@ -19,10 +19,8 @@ from mlxft.training.objectives import HeadPlan, Sft
 from mlxft.training.optimizer import Group
 from mlxft.training.step import Stepper
 from mlxft.training.update import make_update
+from tests.devices import SLACK
 from tests.tiny_models import VOCAB_SIZE, model_config, random_model
-
-SLACK = 1 if mx.default_device().type == mx.DeviceType.cpu else 10
-
 
 GROUPS = OptimizerConfig(lora_plus_ratio=4.0, decay_vectors=False)
 
