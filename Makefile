@@ -8,7 +8,7 @@
 venv: .venv/ready
 
 test: .venv/ready-for-tests
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses=2 --dist=loadfile
 
 quickstart: .venv/ready
 	.venv/bin/mlxft train +recipe=quickstart

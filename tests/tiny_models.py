@@ -180,8 +180,8 @@ _GPT = {
     "n_ctx": 512,
     "layer_norm_epsilon": 1e-5,
 }
-# MLX's CUDA backend can't launch the gradient of 64 x 96 experts for fewer than 64 choices (a run there has 128
-# positions and more).
+# MLX's CUDA backend cannot launch the gradient of 64 x 96 experts for fewer than 64 choices; a run there has
+# 128 positions and more.
 _EXPERT_WIDTH = 32
 _LLAMA_4_TEXT = {
     **_COMMON,

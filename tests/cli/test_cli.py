@@ -2,10 +2,10 @@
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -31,16 +31,13 @@ def folder(tmp_path, monkeypatch):
     "arguments", [[], ["--help"], ["--version"], ["recipes"], ["train", "--help"], ["preview", "--help"]]
 )
 def test_help_and_recipes_answer_in_under_a_second(arguments):
-    taken_s = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = mlxft(*arguments)
-        taken_s.append(time.perf_counter() - started)
-        assert done.returncode == 0
-        assert done.stdout and not done.stderr
-        if taken_s[-1] < 1.0:
-            break
-    assert min(taken_s) < 1.0
+    """A second of a core's: other programs make the clock on the wall run longer."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = mlxft(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert done.stdout and not done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_help_and_recipes_import_nothing_heavy():
