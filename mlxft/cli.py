@@ -54,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         _close_output()
         return EXIT_BROKEN_PIPE
     except Exception as error:
+        if isinstance(error, ImportError) and (missing := _missing_backend(error)):
+            _tell(f"mlxft: {missing}")
+            return InputError.exit_code
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             what = error.filename or "the output"
             _tell(f"mlxft: {what} could not be written: {error.strerror}; free some space, then try again")
@@ -62,6 +65,16 @@ def main(arguments: list[str] | None = None) -> int:
         _tell(traceback.format_exc())
         _tell("mlxft: this is a fault of mlxft, not of your input. Please report it with the text above.")
         return EXIT_FAULT
+
+
+def _missing_backend(error: ImportError) -> str:
+    """Returns what to install where MLX came without the part that computes, which Linux needs; else ""."""
+    if "libmlx" not in str(error) and (error.name or "").partition(".")[0] != "mlx":
+        return ""
+    return (
+        f"MLX has nothing to compute with here ({error}). Install one of mlxft[cpu], mlxft[cuda13] (NVIDIA "
+        "driver 580 or later) and mlxft[cuda12] (550 or later); from a checkout: pip install -e '.[cpu]'"
+    )
 
 
 def _tell(text: str) -> None:

@@ -40,6 +40,19 @@ def test_help_and_recipes_answer_in_under_a_second(arguments):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
+def test_mlx_without_a_part_that_computes_is_named_with_what_to_install(tmp_path):
+    """As `pip install mlx` alone leaves it on Linux."""
+    package = tmp_path / "mlx"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    why = "libmlx.so: cannot open shared object file: No such file or directory"
+    (package / "core.py").write_text(f"raise ImportError({why!r})")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = mlxft("plan", "model.path=x", "data.train=y", env=environment(PYTHONPATH=path))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"MLX has nothing to compute with here ({why}). Install one of mlxft[cpu], " in done.stderr
+
+
 def test_help_and_recipes_import_nothing_heavy():
     program = (
         "import sys; from mlxft.cli import main; "
