@@ -18,7 +18,7 @@ class Bar:
 
         console = Console(stderr=True)
         self._console = console if console.is_terminal else None
-        self._name, self._total = name, total
+        self._name, self._total = name.rpartition("/")[2] or name, total  # a line has no room for a path
         self._taken = 0
         self._bar: Any = None
 

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 
 from mlxft.training.screen import LastingStream, PlainScreen, lasting_output
 from tests.command import MLXFT, environment, mlxft
@@ -161,6 +162,13 @@ class Terminal:
             ]
         return found
 
+    def read_until(self, is_new: Callable[[str], bool]) -> list[str]:
+        """Reads past the bars that were on their way when the terminal changed; returns two new ones."""
+        for _ in range(20):
+            if is_new(self.read(1)[0]):
+                break
+        return self.read(2)
+
     def end(self) -> int:
         """Reads what is left and returns the exit code."""
         while True:
@@ -186,12 +194,10 @@ def test_a_terminal_shows_a_bar_that_follows_its_width(model, data, tmp_path):
         for line in terminal.read(2):
             assert re.search(whole, line) and len(line) <= 80
         terminal.resize(40)
-        terminal.read(2)  # the bar that was on the screen, once more
-        for line in terminal.read(2):
+        for line in terminal.read_until(lambda line: len(line) <= 40):
             assert re.search(step, line) and len(line) <= 40
         terminal.resize(140)
-        terminal.read(2)
-        for line in terminal.read(2):
+        for line in terminal.read_until(lambda line: "  lr " in line):
             assert re.match(r" *[━╸╺]{24} +" + whole + r"  lr \d\.\d\de-\d\d", line)
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == 130
