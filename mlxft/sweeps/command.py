@@ -1,9 +1,9 @@
 """`mlxft train -m`: reads what varies, checks every run before the first one, and runs them."""
 
 import logging
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from mlxft.config import compose
 from mlxft.config.schema import SweepConfig
@@ -31,22 +31,21 @@ def main(arguments: list[str]) -> int:
     own = [argument for argument in arguments if _is_sweeps(argument)]
     arguments = [argument for argument in arguments if not _is_sweeps(argument)]
     settings = compose(own, "sweep").own.sweep
-    with ExitStack() as held:
-        store = held.enter_context(_opened(settings, arguments))
-        try:
-            settings = _continued(store, settings, own, arguments)
-            search = _search(store, settings)
-            launcher = _launcher(store, settings)
-        except InputError:
-            stores.remove_if_empty(store.folder)
-            raise
+    if settings.resume == "none":
+        begun = {"arguments": arguments, "settings": asdict(settings), "jobs": _jobs(settings, arguments)}
+        opened = stores.new(settings.dir and Path(settings.dir), _name(arguments), begun)
+    else:
+        opened = stores.existing(_to_continue(settings, arguments))
+    with opened as store:
+        settings = _continued(store, settings, own, arguments)
+        search, launcher = _search(store, settings), _launcher(store, settings)
         store.begin()
         log.info("sweep: %s", store.folder)
         try:
             Controller(store, search, launcher, settings).run()
         finally:
             show(store, settings.metric, settings.goal)
-        failed = any(store.results[job.name].is_failed for job in store.jobs)
+        failed = any(result.is_failed for result in store.results.values())
     return EXIT_FAULT if failed else EXIT_DONE
 
 
@@ -54,15 +53,11 @@ def _is_sweeps(argument: str) -> bool:
     return argument.lstrip("+").partition("=")[0].partition(".")[0] == "sweep"
 
 
-def _opened(settings: SweepConfig, arguments: list[str]):
-    """Returns the context of the sweep's `Store`: a new one, or the one that is continued."""
-    if settings.resume == "none":
-        sweep = {"arguments": arguments, "settings": asdict(settings), "jobs": []}
-        return stores.new(settings.dir and Path(settings.dir), _name(arguments), sweep)
+def _to_continue(settings: SweepConfig, arguments: list[str]) -> Path:
     folder = stores.newest(arguments) if settings.resume == "auto" else Path(settings.resume)
     if folder is None:
         raise InputError(f"sweep.resume=auto: there is no sweep of these arguments in {stores.ROOT}")
-    return stores.existing(folder)
+    return folder
 
 
 def _continued(store: Store, settings: SweepConfig, own: list[str], arguments: list[str]) -> SweepConfig:
@@ -83,19 +78,33 @@ def _continued(store: Store, settings: SweepConfig, own: list[str], arguments: l
     return replace(begun, **{name: getattr(settings, name) for name in given & set(_MAY_CHANGE)})
 
 
-def _search(store: Store, settings: SweepConfig) -> Search:
-    """Returns what gives the jobs; every run of a grid is checked, of a search one. Raises: InputError."""
-    shared, axes = take_apart([*_params(settings), *store.sweep["arguments"]])
+def _varied(settings: SweepConfig, arguments: list[str]) -> tuple[list[str], list[Axis]]:
+    """Returns what all runs share, and the keys that vary: those of sweep.params, unless typed."""
+    params = [f"{name}={values}" for name, values in settings.params.items()]
+    return take_apart([*params, *arguments])
+
+
+def _jobs(settings: SweepConfig, arguments: list[str]) -> list[dict[str, Any]]:
+    """Returns a new sweep's jobs as they are kept; a search has none yet.
+
+    Raises: InputError if one of them would be refused.
+    """
+    shared, axes = _varied(settings, arguments)
     _refuse(shared, axes)
+    if settings.search == "optuna":
+        _check([Job(0, (*shared, *_first_values(axes)), {})])
+        return []
+    jobs = product(shared, axes)
+    _check(jobs)
+    return [asdict(job) for job in jobs]
+
+
+def _search(store: Store, settings: SweepConfig) -> Search:
+    """Returns what gives the jobs that have not ended."""
     if settings.search == "optuna":
         if settings.retry_failed:
             raise InputError("sweep.retry_failed: Optuna has counted them; raise sweep.trials for more")
-        _check([Job(0, (*shared, *_first_values(axes)), {})])
-        return OptunaSearch(store, shared, axes, settings)
-    if not store.jobs:
-        jobs = product(shared, axes)
-        _check(jobs)
-        store.sweep["jobs"] = [asdict(job) for job in jobs]
+        return OptunaSearch(store, *_varied(settings, store.sweep["arguments"]), settings)
     left = _left(store, settings)
     _check(left)
     return Grid(left)
@@ -109,10 +118,6 @@ def _left(store: Store, settings: SweepConfig) -> list[Job]:
         if result is None or result.status == "interrupted" or (settings.retry_failed and result.is_failed):
             left.append(job)
     return left
-
-
-def _params(settings: SweepConfig) -> list[str]:
-    return [f"{name}={values}" for name, values in settings.params.items()]
 
 
 def _name(arguments: list[str]) -> str:

@@ -46,7 +46,8 @@ class Job:
     @property
     def name(self) -> str:
         """What its folder is called: its number and what is special about it."""
-        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.shown.items()]
+        shown = {key: value.rpartition("/")[2] or value for key, value in self.shown.items()}
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in shown.items()]
         told = "_".join(_UNFIT.sub("-", part.replace("=", "-", 1)).strip("-") for part in parts)
         return f"{self.number:02d}_{told}"[:_MOST_CHARACTERS].rstrip("_-.")
 

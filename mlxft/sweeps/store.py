@@ -9,7 +9,6 @@
 import fcntl
 import json
 import math
-import os
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -147,6 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
 @contextmanager
 def _locked(folder: Path):
     """Holds the folder: one process at a time runs a sweep."""
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / _LOCK, "w")
@@ -157,7 +157,13 @@ def _locked(folder: Path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another process runs the sweep in {folder} now; wait for it") from None
-        yield
+        try:
+            yield
+        finally:
+            if not (folder / _SWEEP).exists():  # it never began
+                (folder / _LOCK).unlink()
+                for made in new_folders:
+                    made.rmdir()
 
 
 _STATUS = {2: "wrong input", 3: "stopped by a guard"}
@@ -219,10 +225,3 @@ def is_held(run_dir: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a sweep that never began."""
-    if {path.name for path in folder.iterdir()} <= {_LOCK}:
-        (folder / _LOCK).unlink(missing_ok=True)
-        os.rmdir(folder)

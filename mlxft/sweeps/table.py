@@ -23,8 +23,7 @@ def show(store: Store, metric: str, goal: str) -> None:
     console.print(table)
     for job, result in jobs:
         if result is not None and result.is_failed:
-            console.print(f"{job.name}: {result.why or result.status}", markup=False, highlight=False)
-            console.print(f"  all it printed: {store.log(job)}", markup=False, highlight=False)
+            print(f"{job.name}: {result.why or result.status}\n  all it printed: {store.log(job)}")
 
 
 def ranked(store: Store, goal: str) -> list[tuple[Job, Result | None]]:
