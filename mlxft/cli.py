@@ -157,6 +157,10 @@ def _overview() -> str:
 def _train(arguments: list[str]) -> int:
     from mlxft.config import compose, to_yaml
 
+    if several := [argument for argument in arguments if argument in ("-m", "--multirun")]:
+        from mlxft.sweeps.command import main
+
+        return main([argument for argument in arguments if argument not in several])
     composed = compose([argument for argument in arguments if argument != "--config"])
     if "--config" in arguments:
         print(to_yaml(composed.config), end="")
@@ -168,10 +172,11 @@ def _train(arguments: list[str]) -> int:
 
 
 def _train_help() -> str:
-    from mlxft.config.reference import training_keys
+    from mlxft.config.reference import sweep_keys, training_keys
 
     return f"""\
 usage: mlxft train [--config] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE ...]
+       mlxft train -m [+sweep=FILE] [+recipe=NAME] [GROUP=FILE ...] [KEY=VALUE,VALUE ...]
 
 Fine-tunes a model on texts, pairs of answers or labelled answers, and writes a run's folder: the adapter,
 checkpoints, metrics.
@@ -183,12 +188,18 @@ checkpoints, metrics.
   mlxft train +recipe=quickstart trainer=checkpoint optimizer=lion schedule=linear adapter=full
   mlxft train +recipe=quickstart trainer.resume=auto
   mlxft train --config +recipe=quickstart         prints the configuration and stops
+  mlxft train -m +recipe=quickstart optimizer.lr=1e-4,3e-4 adapter.rank=8,16       a run for each combination
+  mlxft train -m sweep.resume=runs/sweeps/quickstart/TIME                          what is left of them
 
 What comes later wins: every key's default, then the recipe, then files chosen by name, then single keys.
 
 Keys and their defaults (one without a default is decided from the model, or stays off):
 
-{training_keys()}"""
+{training_keys()}
+
+Of -m:
+
+{sweep_keys()}"""
 
 
 def _eval_help() -> str:

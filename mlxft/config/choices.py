@@ -66,3 +66,8 @@ def is_embedding(name: str) -> bool:
 def wsd_decay_steps(total_steps: int, share: float) -> int:
     """Returns how many of a run's steps the schedule wsd falls in, at least one."""
     return max(1, round(total_steps * share))
+
+# Of a sweep.
+SEARCHES = ("grid", "optuna")
+GOALS = ("min", "max")
+LAUNCHERS = ("local", "submitit")

@@ -26,6 +26,7 @@ from mlxft.config.schema import (
     PreviewKeys,
     QuantizeConfig,
     ServerKeys,
+    SweepKeys,
 )
 from mlxft.config.values import settle
 from mlxft.errors import InputError
@@ -80,6 +81,7 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("train", None, (_MODEL, _ROWS)),
+        Command("sweep", ("sweep",), (), own=SweepKeys),  # train -m: each run is checked by itself
         Command("plan", None, (_MODEL, _ROWS)),
         Command("preview", None, (_MODEL, _ROWS), own=PreviewKeys),
         Command(

@@ -17,6 +17,8 @@ from mlxft.resources import folder
 _ARGUMENT = re.compile(r"(?:\+\+|\+)?(?P<name>[^=]*?)\s*=(?P<value>.*)", re.DOTALL)
 
 # Keys that hold free text or a pattern: taken as typed, being full of what Hydra's grammar reserves.
+_SWEEP = "sweep"  # a group of keys that only mlxft train -m has
+
 FREE_TEXT = ("prompt", "system", "eval.extract")
 
 
@@ -62,6 +64,9 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Key], problems: Prob
             problems.add(argument, _not_an_assignment(argument, keys))
             continue
         name, value = match["name"].strip(), match["value"].strip()
+        if name.partition(".")[0] == _SWEEP and not any(key.startswith(f"{_SWEEP}.") for key in keys):
+            problems.add(name, "sweeps are run with -m: mlxft train -m +sweep=lr_grid ...")
+            continue
         if name == "recipe":
             _read_recipe(value, request, problems)
         elif name in FREE_TEXT and name in keys:
@@ -80,7 +85,7 @@ def _not_an_assignment(argument: str, keys: Mapping[str, Key]) -> str:
     if argument.startswith("-"):
         name = argument.lstrip("-").partition("=")[0].replace("-", "_")
         if name in ("m", "multirun"):
-            return "there are no sweeps yet; start one run for each value"
+            return "several runs at once are for training: mlxft train -m KEY=VALUE,VALUE"
         ours = name if name in keys else ALIASES.get(name) or nearest_key(name, keys)
         return "this is no option; settings are written KEY=VALUE" + (f": {ours}=..." if ours else "")
     if argument.startswith("~"):
@@ -159,7 +164,7 @@ def _read_assignment(
         return
     if parsed.is_sweep_override():
         lists = name in keys and isinstance(keys[name].default, list) or name in ("data.train", "data.valid")
-        meant = f"for a list write {name}=[{value}]" if lists else "give one"
+        meant = f"for a list write {name}=[{value}]" if lists else "give one, or run each: mlxft train -m"
         problems.add(name, f"{value} means several values; {meant}")
         return
     if name in keys and _is_text(keys[name]) and _is_number(parsed.value()):

@@ -16,6 +16,7 @@ from mlxft.config.schema import (
     PreviewKeys,
     QuantizeConfig,
     ServerKeys,
+    SweepKeys,
 )
 
 _FIELD = re.compile(r"^    (?P<name>\w+): .*?(?:  # (?P<comment>.*))?$", re.MULTILINE)
@@ -39,6 +40,11 @@ def preview_keys() -> str:
 def server_keys() -> str:
     """Returns a line for each key that only `mlxft serve` has."""
     return _in_groups(ServerKeys, None)
+
+
+def sweep_keys() -> str:
+    """Returns a line for each key that only `mlxft train -m` has."""
+    return _in_groups(SweepKeys, None)
 
 
 def _in_groups(schema_of_groups: type, used: tuple[str, ...] | None) -> str:

@@ -169,6 +169,31 @@ class Config:
 
 
 @dataclass
+class SweepConfig:
+    """The group `sweep`: how `mlxft train -m` goes through the runs."""
+
+    dir: Optional[str] = None  # None: runs/sweeps/<recipe or objective>/<time>
+    resume: str = "none"  # none | auto (the newest of the same arguments) | a sweep's folder
+    retry_failed: bool = False  # of a sweep that is continued: try those that failed again
+    search: str = "grid"  # grid: every combination | optuna: what earlier runs suggest
+    trials: int = 20  # of optuna: runs in all
+    seed: int = 0  # of optuna's choices
+    metric: str = "loss"  # compared: the best of a validation's; without validation training's last
+    goal: str = "min"  # min | max: which of two values is the better one
+    params: dict[str, str] = field(default_factory=dict)  # {key: its values}, as arguments have them
+    jobs: int = 1  # at once; on one GPU they share its memory
+    launcher: str = "local"  # local | submitit: jobs of a cluster
+    submitit: dict[str, Any] = field(default_factory=dict)  # {partition: gpu, timeout_min: 600, ...}
+
+
+@dataclass
+class SweepKeys:
+    """The group that only `mlxft train -m` has; what it varies are keys of a training run."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+
+@dataclass
 class PreviewConfig:
     """The group `preview`: what `mlxft preview` shows."""
 

@@ -63,7 +63,8 @@ def test_every_problem_is_told_at_once():
         ("settings.yaml", "+recipe=settings"),
         ("--learning-rate", "settings are written KEY=VALUE: optimizer.lr=..."),
         ("--seed=3", "trainer.seed=..."),
-        ("-m", "there are no sweeps"),
+        ("-m", "several runs at once are for training"),
+        ("+sweep=lr_grid", "sweeps are run with -m"),
         ("~trainer.seed", "can't be removed"),
         ("~trainer.seed=1", "can't be removed"),
         ("trainer.seed=", "trainer.seed: the value after = is missing"),
@@ -100,7 +101,14 @@ def test_files_of_one_group_given_one_by_one_come_together():
     assert config("trainer=sft", "trainer=whole", "trainer=padded").trainer.gradient == "whole"
 
 
-@pytest.mark.parametrize("group, name", [(g, n) for g, names in group_files().items() for n in names])
+@pytest.mark.parametrize("name", group_files()["sweep"])
+def test_every_file_of_a_sweep_composes(name):
+    assert compose([f"+sweep={name}"], "sweep").own.sweep.params
+
+
+@pytest.mark.parametrize(
+    "group, name", [(g, n) for g, names in group_files().items() for n in names if g != "sweep"]
+)
 def test_every_file_in_configs_composes(group, name):
     overrides = [f"{group}={name}"] if group == "model" else ["model.path=owner/name", f"{group}={name}"]
     if name == "prefix_shared":  # which needs prompts to share

@@ -14,6 +14,7 @@ from mlxft import cli
 from mlxft.config import Config, compose
 from mlxft.config.composition import COMMANDS
 from mlxft.config.keys import groups_of, keys_of
+from mlxft.sweeps.grid import product, take_apart
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, code_spans, commands_of
 from tests.tiny_models import make_model
 
@@ -122,7 +123,12 @@ def test_commands_that_are_not_run_are_such_as_exist(page, folder):
 
 def check_unrun(words: list[str]) -> None:
     program, *rest = words
-    if Path(program).name == "mlxft" and rest[0] in COMMANDS:
+    if Path(program).name == "mlxft" and rest[:2] == ["train", "-m"]:
+        runs = [word for word in rest[2:] if not word.startswith("sweep.")]
+        compose([word for word in rest[2:] if word.startswith("sweep.")], command="sweep")
+        for job in product(*take_apart(runs)):
+            compose(list(job.arguments))
+    elif Path(program).name == "mlxft" and rest[0] in COMMANDS:
         compose(rest[1:], command=rest[0])
     elif Path(program).name == "mlxft":
         assert rest[0] in cli.COMMANDS
