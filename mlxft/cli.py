@@ -7,14 +7,17 @@ import errno
 import logging
 import os
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mlxft.errors import EXIT_DONE, EXIT_FAULT, EXIT_GUARD, InputError, MlxftError
 
@@ -22,6 +25,13 @@ EXIT_INTERRUPTED = 128 + 2  # SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What a file or folder that was named can be like, wherever it is first looked at.
+_NOT_OURS = {
+    errno.ENAMETOOLONG: "Give a shorter name",
+    errno.EACCES: "Give this user the permission, or name another",
+    errno.EPERM: "Give this user the permission, or name another",
+    errno.ELOOP: "It is a link that leads to itself",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     0 done, 1 a fault of ours, 2 wrong input, 3 stopped by a guard, 128 + N stopped by signal N.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.unraisablehook = _raise_interrupt_again
     try:
         code = _dispatch(arguments)
         if sys.stdout:  # closed from the start, it is None
@@ -62,9 +73,21 @@ def main(arguments: list[str] | None = None) -> int:
             _tell(f"mlxft: {what} could not be written: {error.strerror}; free some space, then try again")
             _close_output()
             return EXIT_GUARD
+        if isinstance(error, OSError) and error.errno in _NOT_OURS and error.filename is not None:
+            _tell(f"mlxft: {error.filename} cannot be used: {error.strerror}. {_NOT_OURS[error.errno]}")
+            return InputError.exit_code
         _tell(traceback.format_exc())
         _tell("mlxft: this is a fault of mlxft, not of your input. Please report it with the text above.")
         return EXIT_FAULT
+
+
+def _raise_interrupt_again(unraisable: Any) -> None:
+    """Raises a KeyboardInterrupt once more that came while Python could not pass it on, in a destructor."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        main = threading.main_thread().ident  # a real signal, which also ends what it waits for
+        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _missing_backend(error: ImportError) -> str:

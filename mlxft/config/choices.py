@@ -71,3 +71,5 @@ def wsd_decay_steps(total_steps: int, share: float) -> int:
 SEARCHES = ("grid", "optuna")
 GOALS = ("min", "max")
 LAUNCHERS = ("local", "submitit")
+
+GROUP_SIZES = (32, 64, 128)  # of affine quantisation

@@ -260,6 +260,8 @@ def _checked(
     for name, value in values.items():
         if name not in keys:
             problems.add(name, unknown_key(name, keys))
+        elif value in ("", MISSING) and keys[name].default in (None, []):
+            problems.add(name, "it is empty; give a value, or leave it out")
         elif value == [] or not (is_missing(value) and is_missing(keys[name].default)):
             try:
                 settings[name] = settle(keys[name], value)

@@ -4,6 +4,7 @@ What a file leaves out stands at mlx-lm's default, which the recipe writes out: 
 Source: CONFIG_DEFAULTS of mlx_lm/lora.py, version 0.32.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ def migrate(path: Path) -> Migrated:
         hints = [f"  {name}: {_hint(name)}" for name in unknown]
         raise InputError("\n".join([f"{path} has settings that mlx-lm does not have:", *hints]))
     settings = _DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    _check(settings)
     made = Migrated()
     for part in (_model_and_data, _loop, _adapter, _optimizer, _schedule):
         part(settings, made)
@@ -121,11 +123,14 @@ def _read(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: holds no settings; mlx-lm's files have lines like 'model: NAME'")
-    return {str(name): _as_number(value) for name, value in values.items()}
+    try:
+        return {str(name): _as_number(value) for name, value in values.items()}
+    except RecursionError:
+        raise InputError(f"{path}: a value holds itself") from None
 
 
 def _as_number(value: Any) -> Any:
@@ -139,6 +144,27 @@ def _as_number(value: Any) -> Any:
         return [_as_number(each) for each in value]
     if isinstance(value, dict):
         return {name: _as_number(each) for name, each in value.items()}
+    return value
+
+
+def _check(settings: dict[str, Any]) -> None:
+    """Raises: InputError for values of another kind than mlx-lm's."""
+    for name, default in _DEFAULTS.items():
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            _number(settings[name], name)
+    if settings["grad_accumulation_steps"] < 1:
+        raise InputError("grad_accumulation_steps: it has to be at least 1")
+    for name in ("lora_parameters", "optimizer_config", "lr_schedule"):
+        if settings[name] is not None and not isinstance(settings[name], dict):
+            raise InputError(f"{name}: {settings[name]!r} is no set of settings, {{name: value}}")
+    for name in ("rank", "scale", "dropout"):
+        if name in settings["lora_parameters"]:
+            _number(settings["lora_parameters"][name], f"lora_parameters.{name}")
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{name}: {value!r} is not a number")
     return value
 
 
@@ -238,7 +264,11 @@ def _schedule(settings: dict[str, Any], made: Migrated) -> None:
         made.keys["schedule.name"] = "constant"
         return
     name, arguments = schedule.get("name"), schedule.get("arguments") or []
-    warmup = schedule.get("warmup", 0)
+    warmup = _number(schedule.get("warmup", 0), "lr_schedule.warmup")
+    if not isinstance(arguments, list):
+        raise InputError(f"lr_schedule.arguments: {arguments!r} is no list")
+    for argument in arguments:
+        _number(argument, "lr_schedule.arguments")
     made.keys["schedule.warmup_steps"] = warmup
     if schedule.get("warmup_init", 0.0):
         made.notes.append("warmup_init: here the warm-up begins at lr / warmup_steps.")
@@ -248,6 +278,8 @@ def _schedule(settings: dict[str, Any], made: Migrated) -> None:
         first, last, steps = arguments
     else:
         raise InputError(f"lr_schedule: {name} with {len(arguments)} arguments has no counterpart here")
+    if first <= 0:
+        raise InputError(f"lr_schedule.arguments: a learning rate that begins with {first:g} trains nothing")
     made.keys |= {
         "schedule.name": "cosine" if name == "cosine_decay" else "linear",
         "optimizer.lr": first,

@@ -331,6 +331,12 @@ def _new_tokens(value: Any) -> list[str]:
     return list(value)
 
 
+def _group_size(value: int) -> int:
+    if value not in choices.GROUP_SIZES:
+        raise ValueError(f"{value} is not known; there are {', '.join(map(str, choices.GROUP_SIZES))}")
+    return value
+
+
 _COUNT = "a whole number, at least 1"
 
 RULES: dict[str, Rule] = {
@@ -444,7 +450,7 @@ RULES: dict[str, Rule] = {
     "out": _path,
     "to.quantize": one_of(choices.QUANTIZATIONS),
     "bits": Range(2, 8),
-    "group_size": Range(32, 128),
+    "group_size": _group_size,
     "block": Range(32, 256),
     "calibration_rows": Range(1),
     "dtype": one_of(choices.DTYPES),

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import re
+import stat
 import sys
 import zlib
 from abc import ABC, abstractmethod
@@ -222,12 +223,27 @@ class Parquet(DataFile):
         number = 0
         with self.opened() as file:
             try:
-                for batch in parquet.ParquetFile(file).iter_batches(_PARQUET_ROWS):
-                    for values in batch.to_pylist():
-                        number += 1
-                        yield number, without_nulls(values)
-            except pyarrow.ArrowException as error:
+                batches = iter(parquet.ParquetFile(file).iter_batches(_PARQUET_ROWS))
+            except (pyarrow.ArrowException, OSError) as error:
                 raise InputError(f"{self.name}: not a Parquet file that can be read ({error}).") from None
+            while (batch := self._next(batches, number)) is not None:
+                for values in batch:
+                    number += 1
+                    yield number, without_nulls(values)
+
+    def _next(self, batches: Iterator[Any], number: int) -> list[dict[str, Any]] | None:
+        """Returns the rows after row `number`, None at the end.
+
+        Raises: InputError for what Arrow cannot read, or Python has no value for: text that is not UTF-8, a
+        year of five digits, a time zone that nobody knows.
+        """
+        try:
+            return next(batches).to_pylist()
+        except StopIteration:
+            return None
+        except Exception as error:  # each with an exception of its own
+            where = f"after row {number}" if number else "from its first row on"
+            raise InputError(f"{self.name}: cannot be read {where} ({error}).") from None
 
 
 def without_nulls(value: Any) -> Any:
@@ -257,13 +273,17 @@ def data_file(name: str) -> DataFile:
     if path.is_dir():
         raise InputError(f"{name}: is a folder. Name the file or the files in it.")
     try:
-        path.open("rb").close()
+        is_file = stat.S_ISREG(path.stat().st_mode)
+        if is_file:
+            path.open("rb").close()
     except OSError as error:
         hint = "Check the path in data.train or data.valid; it is taken from the folder you run in."
         if name.startswith(BUNDLED):
             bundled = sorted(p.name for p in path.parent.glob("*.jsonl"))
             hint = f"Bundled are: {', '.join(bundled) or 'none'}."
         raise InputError(f"{name}: cannot be read ({error.strerror}). {hint}") from None
+    if not is_file:  # rows are read more than once
+        raise InputError(f"{name}: is a pipe or a device. Save the rows in a file, and name that.")
     kind = suffix_of(path)
     if kind == ".parquet":
         return Parquet(name)

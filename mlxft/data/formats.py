@@ -156,6 +156,8 @@ def check_kind(row: Row, form: Form, kind: str) -> None:
     """Raises InputError when rows of this form do not become `kind`, naming the objective that they fit."""
     if form.kind == kind:
         return
+    if kind == "unpaired" and "label" in row.values:
+        raise wrong_label(row)
     trains = form.kind in OBJECTIVES
     use = f"trainer.objective={_either(OBJECTIVES[form.kind])}" if trains else "mlxft eval"
     raise InputError(
@@ -163,6 +165,12 @@ def check_kind(row: Row, form: Form, kind: str) -> None:
         f"{use}. Rows for {_either(OBJECTIVES[kind])} have "
         f"{_NEEDS[kind]}.{_other_use(row, form) if kind == 'examples' else ''}"
     )
+
+
+def wrong_label(row: Row) -> InputError:
+    """Returns what to say of a label that is neither true nor false."""
+    label = shown(row.values["label"])
+    return InputError(f"{row.where}: label is {label}; it must be true (such answers are wanted) or false.")
 
 
 def check_same(row: Row, form: Form, wanted: str, first: str) -> None:

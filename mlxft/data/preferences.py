@@ -18,7 +18,15 @@ from mlxft.data.checks import (
     filled_text,
     shown,
 )
-from mlxft.data.formats import ChatRow, CompletionRow, Form, TokenRow, chat_row, check_keys
+from mlxft.data.formats import (
+    ChatRow,
+    CompletionRow,
+    Form,
+    TokenRow,
+    chat_row,
+    check_keys,
+    wrong_label,
+)
 from mlxft.data.json_row import kind_of
 from mlxft.data.sources import Row
 from mlxft.errors import InputError
@@ -70,9 +78,7 @@ def type_unpaired(row: Row, form: Form, vocab_size: int) -> UnpairedRow:
     check_keys(row, form)
     label = row.values["label"]
     if not isinstance(label, bool):
-        raise InputError(
-            f"{row.where}: label is {shown(label)}; it must be true (such answers are wanted) or false."
-        )
+        raise wrong_label(row)
     if form.format == "tokens":
         return UnpairedRow(_answer_tokens(row, "completion_ids", vocab_size), label, row.where)
     if row.values["prompt"] is None:

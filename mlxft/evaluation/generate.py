@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
     """
     from mlxft.config import compose
     from mlxft.evaluation.adapted import load_adapted
+    from mlxft.models.load import num_positions
     from mlxft.models.new_tokens import load_vocabulary
     from mlxft.models.resolve import resolve
 
@@ -58,6 +59,9 @@ def main(arguments: list[str]) -> int:
     vocabulary = load_vocabulary(composed.config, folder)
     tokenizer = vocabulary.tokenizer
     prompt = prompt_tokens(tokenizer, wanted.prompt, wanted.system, wanted.thinking)
+    most = num_positions(folder)
+    if most is not None and len(prompt) > most:
+        log.warning("the prompt has %d tokens; the model was made for %d positions", len(prompt), most)
     model = load_adapted(composed.config, folder, vocabulary.new)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed)
     if compares:

@@ -1,5 +1,6 @@
 """The folder that an export goes to: written beside it, and there at once or not at all."""
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def staged(out: Path) -> Iterator[Path]:
     made = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
     aside = out.parent / f".{out.name}.{os.getpid()}"
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove_left_over(out)
         aside.mkdir(parents=True)
         yield aside
         for file in sorted(aside.rglob("*")):
@@ -62,6 +63,24 @@ def staged(out: Path) -> Iterator[Path]:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
         raise
+
+
+def _remove_left_over(out: Path) -> None:
+    """Removes what processes that were killed have left beside `out`."""
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.*"):
+        number = folder.name.rpartition(".")[2]
+        if number.isdecimal() and not _is_running(int(number)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return process != os.getpid()
 
 
 def _existing(path: Path) -> Path:

@@ -77,6 +77,19 @@ class Adapter:
     chosen_are_all: bool = False
 
 
+def check_finite(tensors: dict[str, mx.array], file: Path) -> None:
+    """Raises: InputError for tensors with values that are no finite numbers."""
+    finite = {name: mx.all(mx.isfinite(tensor)) for name, tensor in tensors.items()}
+    mx.eval(finite)
+    wrong = [name for name, is_finite in finite.items() if not is_finite.item()]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise InputError(
+            f"{file}: {wrong[0]}{more} has values that are not finite (nan or inf), which no answer can come "
+            "of. Take another checkpoint's adapter, or another copy of the file"
+        )
+
+
 def read_tensors(file: Path) -> dict[str, mx.array]:
     """Returns the tensors of a safetensors file. Raises: InputError if it is damaged."""
     audit.tensor_names(file)

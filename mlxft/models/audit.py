@@ -61,7 +61,7 @@ def tensor_names(file: Path) -> list[str]:
         end = 8 + length + max((header[name]["data_offsets"][1] for name in names), default=0)
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise InputError(f"{file} is damaged: its header cannot be read ({error})") from error
     if size < end:
         raise InputError(f"{file} was cut short: {size:,} bytes of {end:,}; fetch it again")
@@ -77,6 +77,8 @@ def read_json(file: Path) -> dict:
     except json.JSONDecodeError as error:
         where = f"{file}:{error.lineno}"
         raise InputError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
+    except RecursionError:
+        raise InputError(f"{file}: not what a configuration is: it is nested too deeply to be read") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: not valid JSON: it is not UTF-8 text ({error})") from error
     if not isinstance(content, dict):

@@ -8,7 +8,14 @@ from typing import Any
 from mlxft.config.choices import ADAPTERS
 from mlxft.errors import InputError
 from mlxft.models import audit
-from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
+from mlxft.models.adapter_tensors import (
+    Adapter,
+    LowRank,
+    check_finite,
+    number,
+    read_tensors,
+    together,
+)
 from mlxft.models.new_rows import BIAS, ROWS
 from mlxft.models.targets import LinearLayer
 
@@ -28,6 +35,7 @@ def read(folder: Path) -> Adapter:
     num_new = len(new_tokens_in(config, file))
     if kind == "full":
         return Adapter(folder, kind, weights=tensors, num_new_tokens=num_new)
+    check_finite(tensors, folder / WEIGHTS)
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
         raise InputError(f"{file}: lora_parameters is missing or not an object")

@@ -21,7 +21,14 @@ import mlx.core as mx
 from mlxft.config.choices import is_embedding
 from mlxft.errors import InputError
 from mlxft.models import audit
-from mlxft.models.adapter_tensors import Adapter, LowRank, number, read_tensors, together
+from mlxft.models.adapter_tensors import (
+    Adapter,
+    LowRank,
+    check_finite,
+    number,
+    read_tensors,
+    together,
+)
 from mlxft.models.targets import LinearLayer
 
 log = logging.getLogger("mlxft")
@@ -61,6 +68,7 @@ def read(folder: Path) -> Adapter:
     for name, tensor in read_tensors(folder / WEIGHTS).items():
         plain = name.removeprefix(_PREFIX).replace(".default.weight", ".weight")
         tensors[plain.replace(f"{_LENGTHS}.weight", _LENGTHS)] = tensor
+    check_finite(tensors, folder / WEIGHTS)
     number(config, "r", file)
     number(config, "lora_alpha", file)
     embeddings = _taken(tensors, lambda name: name.endswith(_BASE))

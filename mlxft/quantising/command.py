@@ -66,6 +66,16 @@ def quantise(config: Config, wanted: QuantizeConfig) -> dict[str, Any]:
     out = Path(wanted.out).expanduser()
     check_out(out)
     task = _Task(config, wanted, folder, out)
+    try:
+        return _quantise(task)
+    except InputError:
+        if task.unfinished.exists() and not task.has_finished():
+            shutil.rmtree(task.unfinished)  # nothing is in it that a next run could take up
+        raise
+
+
+def _quantise(task: "_Task") -> dict[str, Any]:
+    config, wanted, folder, out = task.config, task.wanted, task.folder, task.out
     calibration = task.calibration()
     before = None if config.data.valid is None else task.perplexity(folder)
     check_space(out, sum(file.stat().st_size for file in audit.weight_files(task.folder)))
@@ -85,6 +95,23 @@ def quantise(config: Config, wanted: QuantizeConfig) -> dict[str, Any]:
     if task.unfinished.exists():
         shutil.rmtree(task.unfinished)
     return figures
+
+
+def _warn_of_dense(model: nn.Module, group_size: int) -> list[str]:
+    """Warns of layers whose rows can't be cut into groups, and stay as they are; returns their paths.
+
+    Raises: InputError if that is all of them.
+    """
+    layers = {path: module for path, module in model.named_modules() if hasattr(module, "to_quantized")}
+    left = [path for path, module in layers.items() if module.weight.shape[-1] % group_size]
+    if left and len(left) == len(layers):
+        raise InputError(f"group_size={group_size} divides the rows of no layer; give a smaller one")
+    if left:
+        log.warning(
+            "%d of %d layers stay as they are, since group_size=%d does not divide their rows: %s%s",
+            len(left), len(layers), group_size, ", ".join(left[:3]), " ..." * (len(left) > 3),
+        )  # fmt: skip
+    return left
 
 
 def _check(config: Config, wanted: QuantizeConfig, folder: Path) -> None:
@@ -147,6 +174,10 @@ class _Task:
         keys = (self.wanted.bits, self.wanted.rotate, self.wanted.block, self.wanted.calibration_rows)
         data = [str(self.config.data.train), self.config.data.max_length]
         return {"files": files, "keys": keys, "data": data}
+
+    def has_finished(self) -> bool:
+        """Tells whether a layer waits for the rest."""
+        return any(self.unfinished.glob("layer-*.safetensors"))
 
 
 def _dated(file: Path) -> tuple[int, int]:
@@ -226,6 +257,7 @@ def _write_affine(task: _Task, folder: Path) -> None:
     """Quantises the model by mlx-lm, which also writes it."""
     from mlx_lm import convert
 
+    _warn_of_dense(lazy_model(task.folder)[0], task.wanted.group_size)
     made = folder / "converted"
     with redirect_stdout(sys.stderr):
         convert(

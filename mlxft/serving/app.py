@@ -118,7 +118,10 @@ def _add_mounting(app: FastAPI, served: Served) -> None:
         if served.engine.residents.get(wanted.id) is not None:
             raise Refused(f"{wanted.id} is mounted already; unmount it first", "adapter_exists", 409, "id")
         _check_path(wanted.path)
-        resident = await asyncio.to_thread(served.engine.mount, wanted.id, [wanted.path])
+        try:
+            resident = await asyncio.to_thread(served.engine.mount, wanted.id, [wanted.path])
+        except OSError as error:
+            raise Refused(f"path cannot be read: {error.strerror}", "bad_path", 400, "path") from None
         return wire.AdapterEntry(**resident.described())
 
     @app.delete("/v1/adapters/{name}", responses=_answers(wire.Unmounted, 400, 401, 404, 413, 503))

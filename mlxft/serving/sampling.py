@@ -59,6 +59,9 @@ class Sampling:
         )
 
 
+_COLDEST = 1e-5
+
+
 class _Draws:
     """Draws with keys of its own, the n-th token's from the seed and n alone."""
 
@@ -78,7 +81,8 @@ class _Draws:
             logprobs = mx.where(mx.random.uniform(key=chance) < of.xtc_probability, without, logprobs)
         if 0 < of.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, of.top_k)
-        return mx.random.categorical(logprobs * (1 / of.temperature), key=key)
+        # So cold that only the likeliest token is left: a smaller number's inverse is none.
+        return mx.random.categorical(logprobs * (1 / max(of.temperature, _COLDEST)), key=key)
 
 
 class Grammars:

@@ -92,6 +92,9 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]  # one spelling for a number
+
+
 class Drawing(Strict):
     """What chat and plain completions share."""
 
@@ -109,9 +112,7 @@ class Drawing(Strict):
     min_p: Optional[Share] = None
     xtc_probability: Optional[Share] = None
     xtc_threshold: Optional[Annotated[float, Field(ge=0, le=0.5)]] = None
-    logit_bias: Optional[
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
-    ] = None
+    logit_bias: Optional[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]]] = None
     repetition_penalty: Optional[Annotated[float, Field(gt=0, le=10)]] = None
     repetition_context_size: Optional[Window] = None
     presence_penalty: Optional[Penalty] = None

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -38,6 +38,8 @@ log = logging.getLogger("mlxft")
 _VERSION = 2
 
 _SECONDS_UNKEPT = 30
+_SUFFIX = ".logps"  # of a file: the SHA-256 of the values, then the values, float32
+_DIGEST_BYTES = 32
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def with_references(
     digests: as `digests_of_files`. num_seen: how many of the rows will be asked for, None for all. The same
     model, adapter, rows and arithmetic are scored once.
     """
-    path = _cache_folder() / f"{_key(objective, rows, config, digests)}.npy"
+    path = _cache_folder() / f"{_key(objective, rows, config, digests)}{_SUFFIX}"
     values = _kept(path, len(rows))
     if values is not None:
         log.info("reference log-probabilities of %d rows: as kept in %s", len(rows), path)
@@ -118,7 +120,7 @@ def _score_and_keep(
     They are kept at the end, and now and then before it, so that a run that is stopped does not score rows
     again. Batches are the same in each run, and so are their values.
     """
-    unfinished = path.with_suffix(".unfinished.npy")
+    unfinished = path.with_suffix(".unfinished" + _SUFFIX)
     values = _kept(unfinished, len(rows))
     if values is None:
         values = np.full((len(rows), 2), np.nan, np.float32)
@@ -138,7 +140,8 @@ def _score_and_keep(
         _keep(unfinished, values)
         raise
     _keep(path, values)
-    unfinished.unlink(missing_ok=True)
+    with suppress(OSError):  # what cannot be written cannot be left over either
+        unfinished.unlink()
     log.info("reference log-probabilities of %d rows: kept in %s", len(rows), path.parent)
     return values
 
@@ -181,20 +184,28 @@ def _cache_folder() -> Path:
 
 
 def _kept(path: Path, num_rows: int) -> Optional[np.ndarray]:
-    """Returns the values that were kept, or None: not there, or damaged, and so computed again."""
+    """Returns the values (N, 2) that were kept, or None: not there, or damaged, and so computed again."""
     try:
-        values = np.load(path)
-    except (OSError, ValueError, EOFError):
+        content = path.read_bytes()
+    except OSError:
         return None
-    return values if values.shape == (num_rows, 2) else None
+    digest, values = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(values).digest() != digest or len(values) != num_rows * 2 * 4:
+        log.warning("the reference log-probabilities kept in %s are damaged, and computed anew", path)
+        return None
+    return np.frombuffer(values, np.float32).reshape(num_rows, 2).copy()
 
 
 def _keep(path: Path, values: np.ndarray) -> None:
-    """Writes the values for later runs; where that cannot be, this run has them all the same."""
+    """Writes a digest and the values for later runs; where that cannot be, this run has them all the same."""
+    content = values.tobytes()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.stem}.{os.getpid()}.npy")
-        np.save(aside, values)
+        aside = path.with_name(f".{path.stem}.{os.getpid()}")
+        with open(aside, "wb") as file:
+            file.write(hashlib.sha256(content).digest() + content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
         log.warning("reference log-probabilities are not kept for later: %s", error)

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -51,6 +52,31 @@ def test_mlx_without_a_part_that_computes_is_named_with_what_to_install(tmp_path
     done = mlxft("plan", "model.path=x", "data.train=y", env=environment(PYTHONPATH=path))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"MLX has nothing to compute with here ({why}). Install one of mlxft[cpu], " in done.stderr
+
+
+def test_an_interruption_within_a_destructor_ends_the_command_too():
+    """Python cannot pass on an exception of a destructor; the command would go on as if nothing was."""
+    program = textwrap.dedent("""
+        import os, signal, sys, time
+        from mlxft import cli
+
+        class Dying:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+
+        def run(arguments):
+            Dying()
+            time.sleep(20)
+            return 0
+
+        cli.COMMANDS["doctor"] = cli.Command("", str, run)
+        sys.exit(cli.main(["doctor"]))
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=15
+    )
+    assert (done.returncode, done.stderr) == (130, "mlxft: interrupted\n")
 
 
 def test_help_and_recipes_import_nothing_heavy():

@@ -110,6 +110,14 @@ def test_what_a_file_leaves_out_stands_at_mlx_lms_default(here):
         ("trust_remote_code: true", "never run here"),
         ("fine_tune_type: prefix", "none of lora, dora, full"),
         ("lora_parameters: {rank: 8, alpha: 16}", "mlx-lm has no alpha"),
+        ("lora_parameters: {rank: many}", "lora_parameters.rank: 'many' is not a number"),
+        ("lora_parameters: [1]", "lora_parameters: .* is no set of settings"),
+        ("lr_schedule: 5", "lr_schedule: 5.* is no set of settings"),
+        ("lr_schedule: {name: cosine_decay, arguments: [x, 10]}", "lr_schedule.arguments: 'x' is not a num"),
+        ("lr_schedule: {name: cosine_decay, arguments: [0, 10]}", "begins with 0 trains nothing"),
+        ("iters: abc", "iters: 'abc' is not a number"),
+        ("iters: .nan", "iters: nan is not a number"),
+        ("grad_accumulation_steps: 0", "it has to be at least 1"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(here, line, said):
@@ -117,7 +125,10 @@ def test_what_has_no_counterpart_is_refused(here, line, said):
         migrate(written(here, f"model: owner/name\ndata: rows\n{line}\n"))
 
 
-@pytest.mark.parametrize("text, said", [("- a\n", "holds no settings"), ("a: [\n", "not YAML")])
+@pytest.mark.parametrize(
+    "text, said",
+    [("- a\n", "holds no settings"), ("a: [\n", "not YAML"), ("model: &a [*a]\n", "a value holds itself")],
+)
 def test_a_file_that_is_no_configuration_ends_with_exit_code_2(here, text, said):
     done = mlxft("migrate", str(written(here, text)))
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -82,6 +82,11 @@ def test_every_problem_is_told_at_once():
         ("optimizer=[adamw,lion]", "adamw and lion both set optimizer.name"),
         ("hydra.run.dir=x", "did you mean run.dir?"),
         ("prompt=Hello", "there is no such key"),
+        ("adapter.init_from=???", "adapter.init_from: it is empty"),
+        ('data.valid=""', "data.valid: it is empty"),
+        ("run.dir=''", "run.dir: it is empty"),
+        ("adapter.rank=???", "adapter.rank: it is empty"),
+        ("trainer.samples=???", "trainer.samples: it is empty"),
     ],
 )
 def test_an_argument_that_cannot_be_is_explained(argument, words):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pyarrow as pa
 import pytest
@@ -115,6 +116,27 @@ def test_a_null_of_parquet_is_a_key_that_is_not_there(tmp_path):
     path = str(tmp_path / "rows.parquet")
     parquet.write_table(pa.Table.from_pylist(rows), path)
     assert rows_of(path) == [(rows[0], f"{path} row 1"), (rows[1], f"{path} row 2")]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([b"\xff\xfe"]).view(pa.string()),
+        pa.array([10**18], pa.int64()).cast(pa.timestamp("ms")),
+        pa.array([0], pa.timestamp("s", tz="Nowhere/Town")),
+    ],
+    ids=["not UTF-8", "a year of five digits and more", "an unknown time zone"],
+)
+def test_a_value_of_parquet_that_is_none_here_is_said(tmp_path, column):
+    path = str(tmp_path / "rows.parquet")
+    parquet.write_table(pa.table({"text": ["a"], "more": column}), path)
+    with pytest.raises(InputError, match="rows.parquet: cannot be read from its first row on"):
+        read(path)
+
+
+def test_a_pipe_is_refused_since_rows_are_read_more_than_once(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    assert "is a pipe or a device. Save the rows" in refused(str(tmp_path / "rows.jsonl"))[1]
 
 
 def test_what_is_no_parquet_is_said(write):

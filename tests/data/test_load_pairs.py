@@ -215,6 +215,13 @@ def test_labelled_answers_of_text_and_of_tokens(write_rows, make_tokenizer):
     assert (row.prompt.tolist(), row.completion.tolist(), row.label) == ([1, 2], [3], False)
 
 
+@pytest.mark.parametrize("label, shown", [(1, "1"), ("true", '"true"'), (None, "null")])
+def test_a_label_that_is_neither_true_nor_false_is_named(write_rows, label, shown):
+    path = write_rows([{"prompt": "hello", "completion": "there", "label": label}])
+    with pytest.raises(InputError, match=f":1: label is {shown}; it must be true"):
+        unpaired(path)
+
+
 def test_labelled_answers_are_cut_like_other_rows(write_rows):
     rows = [{"prompt_ids": list(range(9)), "completion_ids": [90, 91], "label": True}]
     (row,), report = unpaired(write_rows(rows), max_length=5)

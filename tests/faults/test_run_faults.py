@@ -10,6 +10,7 @@ import pytest
 
 from mlxft import cli
 from mlxft.training.checkpoint import CheckpointStore
+from tests.permissions import as_nobody_in_a_folder
 from tests.runs import STEPS, arrays, column, content, metrics, same, train, write_rows, write_token_rows
 from tests.tiny_models import make_model
 
@@ -40,6 +41,19 @@ def test_a_malformed_row_is_named_by_file_and_line_and_leaves_no_folder(line, wo
     (here / "rows.jsonl").write_text(f"{row}\n{row}\n{line}\n")
     assert words in refused(*settings(model, "rows.jsonl"))
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "key", ["data.train", "data.valid", "adapter.init_from", "model.path", "loss.reference"]
+)
+@pytest.mark.parametrize("name", ["x" * 300, "closed/x"])
+def test_a_path_that_cannot_be_looked_at_is_said(key, name, model, rows, refused):
+    """Its name is too long, or its folder is somebody else's."""
+    objective = ["trainer=dpo"] if key == "loss.reference" else []
+    with as_nobody_in_a_folder() as folder:
+        (folder / "closed").mkdir(mode=0o000)
+        said = refused(*settings(model, rows, *objective, f"{key}={folder / name}"))
+    assert any(why in said for why in ("File name too long", "Permission denied", "there is no"))
 
 
 def test_rows_without_any_target_are_an_error_and_leave_a_given_folder_as_it_was(model, here, refused):
@@ -171,12 +185,12 @@ def spoil(folder: Path, change) -> None:
 
 
 def test_three_bad_steps_in_a_row_stop_with_3_and_leave_weights_and_checkpoints(model, rows, here, refused):
-    """An adapter with an infinite value makes every loss NaN."""
+    """An adapter whose values overflow makes every loss NaN."""
     train(model, rows, here / "first", "trainer.max_steps=2", "adapter.rank=2")
     before = content(here / "first" / "checkpoints")
     adapter = here / "first" / "adapter"
     name = next(iter(arrays(adapter)))
-    spoil(adapter, lambda tensors: tensors.update({name: tensors[name].at[0, 0].add(mx.inf)}))
+    spoil(adapter, lambda tensors: tensors.update({name: mx.full(tensors[name].shape, 3e38)}))
     said = refused(
         *settings(model, rows, "run.dir=run", f"adapter.init_from={adapter}", "trainer.save_every=5"),
         code=3,

@@ -295,6 +295,11 @@ def test_a_full_adapter_of_another_model_is_refused_by_name(folder, tmp_path):
     assert "model.layers.0.self_attn.v_proj.weight (32, 64) instead of (32, 96)" in text
 
 
+def with_a_nan(weights):
+    name = max(weights)
+    weights[name] = mx.full(weights[name].shape, mx.nan)
+
+
 @pytest.mark.parametrize("damage, message", [
     (lambda f: shutil.rmtree(f), "cannot be read: No such file or directory"),
     (lambda f: (f / "adapters.safetensors").unlink(), "has no adapter: expected adapters.safetensors"),
@@ -305,6 +310,7 @@ def test_a_full_adapter_of_another_model_is_refused_by_name(folder, tmp_path):
     (lambda f: edit_config(f, fine_tune_type="dora"), "missing tensors: model.layers.0.self_attn.q_proj.m"),
     (lambda f: (f / "adapters.safetensors").write_bytes((f / "adapters.safetensors").read_bytes()[:-9]),
      "adapters.safetensors was cut short"),
+    (lambda f: edit_weights(f, "adapters.safetensors", with_a_nan), "lora_b has values that are not finite"),
 ])
 def test_a_damaged_adapter_folder_says_which_file_and_why(folder, mlxlm, damage, message):
     damage(mlxlm)

@@ -227,3 +227,23 @@ def test_a_folder_with_something_in_it_is_left_alone(model, tmp_path):
     with pytest.raises(InputError, match="is not empty"):
         quantised(model, tmp_path / "out", "to=trellis")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_affine_groups_that_divide_no_layers_rows_are_refused_and_those_of_some_are_named(tmp_path, caplog):
+    model = make_model(tmp_path / "model", "llama", **SIZES | {"hidden_size": 96, "intermediate_size": 128})
+    figures = quantised(model, tmp_path / "some", "to=affine", "bits=4", "group_size=64")
+    assert "of 16 layers stay as they are, since group_size=64 does not divide their rows: " in caplog.text
+    assert figures["bits a weight"] > 16
+    narrow = make_model(tmp_path / "narrow", "llama", **SIZES | {"hidden_size": 96, "head_dim": 48})
+    with pytest.raises(InputError, match="group_size=128 divides the rows of no layer"):
+        quantised(narrow, tmp_path / "none", "to=affine", "bits=4", "group_size=128")
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_is_refused_or_was_killed_leaves_nothing_beside_the_result(model, tmp_path):
+    left_over = tmp_path / ".out.99999999"  # of a process that is no more
+    left_over.mkdir()
+    with pytest.raises(InputError):
+        quantised(model, tmp_path / "out", "to=trellis", "bits=3", "block=64")
+    quantised(model, tmp_path / "out", "to=affine", "bits=4", "group_size=32")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

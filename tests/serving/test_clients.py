@@ -175,6 +175,7 @@ def test_the_models_are_the_base_and_its_adapters(client, folder):
         ({"logprobs": "yes"}, openai.BadRequestError, "logprobs"),
         ({"top_logprobs": 2}, openai.BadRequestError, "needs logprobs"),
         ({"logit_bias": {"70000": 1}}, openai.BadRequestError, "no token 70000"),
+        ({"logit_bias": {"007": 1}}, openai.BadRequestError, "logit_bias"),
         ({"extra_body": {"tempreture": 1}}, openai.BadRequestError, "tempreture"),
         ({"tools": [TOOL]}, openai.BadRequestError, "no tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

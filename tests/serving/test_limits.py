@@ -135,6 +135,7 @@ def test_adapters_are_mounted_and_unmounted_while_it_serves(server, adapters, tm
     assert mounted.status_code == 200 and mounted.json()["rank"] == 4
     refused(httpx.post(url, json={"id": "a", "path": str(adapters["a"])}), 409, "mounted already")
     refused(httpx.post(url, json={"id": "b", "path": str(tmp_path / "none")}), 400, "cannot be read")
+    refused(httpx.post(url, json={"id": "b", "path": "x" * 3000}), 400, "cannot be read: File name too long")
     refused(httpx.post(url, json={"id": "none", "path": str(adapters["b"])}), 400, "another name")
     assert [each["id"] for each in httpx.get(url).json()["data"]] == ["a"]
     fields = {"prompt": "abc", "max_tokens": 8, "adapter": "a"}

@@ -1,6 +1,7 @@
 """The reference of dpo and kto: what its log-probabilities are kept by, and which tokens it can read."""
 
 import json
+import math
 import os
 import shutil
 
@@ -9,7 +10,7 @@ import pytest
 from mlxft.errors import InputError
 from mlxft.training.objectives.preference import Dpo
 from mlxft.training.reference_files import is_start
-from tests.runs import train, write_rows
+from tests.runs import metrics, train, write_rows
 from tests.tiny_models import make_model
 
 PAIRS = [{"prompt_ids": [5, 6, n], "chosen_ids": [7, n], "rejected_ids": [8]} for n in (9, 10, 11, 12)]
@@ -210,3 +211,33 @@ def test_a_run_that_sees_few_rows_is_told_that_all_are_scored(model, here, caplo
     data = write_rows(here / "rows.jsonl", rows)
     train(model, data, here / "run", "trainer=dpo", "trainer.max_steps=2", "data.batch_size=2")
     assert "this run sees 4 of them: loss.reference_scored=every_step" in caplog.text
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:],
+        lambda content: content[:-1],
+        lambda content: bytes(len(content)),
+        lambda content: b"",
+    ],
+    ids=["a bit", "the end", "zeros", "all"],
+)
+def test_what_was_kept_and_is_damaged_is_computed_anew(is_kept, here, damage, unfinished, caplog):
+    assert not is_kept("dpo")
+    (file,) = (here / "cache" / "mlxft" / "reference").iterdir()
+    content = file.read_bytes()
+    if unfinished:
+        file.unlink()
+        file = file.with_suffix(f".unfinished{file.suffix}")
+    file.write_bytes(damage(content))
+    assert not is_kept("dpo") and "are damaged, and computed anew" in caplog.text
+    assert metrics(here / "run2")[0]["loss"] == pytest.approx(math.log(2))  # the policy is the reference yet
+    assert is_kept("dpo")
+
+
+def test_a_place_where_nothing_can_be_kept_does_not_stop_a_run(is_kept, here, monkeypatch, caplog):
+    (here / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "file" / "cache"))
+    assert not is_kept("dpo") and "are not kept for later" in caplog.text
