@@ -147,6 +147,20 @@ class ScheduleConfig:
 
 
 @dataclass
+class LoggerConfig:
+    """The group `logger`: who follows a run beside metrics.jsonl."""
+
+    wandb: bool = False  # Weights & Biases
+    tensorboard: bool = False  # event files in the run's folder
+    project: str = "mlxft"  # of wandb, as all that follows
+    entity: Optional[str] = None  # a user or a team; None: your default one
+    name: Optional[str] = None  # the run's there; None: its folder's name
+    group: Optional[str] = None  # runs that belong together; None: a sweep's jobs do
+    tags: list[str] = field(default_factory=list)  # words to find runs by
+    offline: bool = False  # keep the records in the run's folder; wandb sync uploads them
+
+
+@dataclass
 class RunConfig:
     """The group `run`: where the run's folder is."""
 
@@ -165,6 +179,7 @@ class Config:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 

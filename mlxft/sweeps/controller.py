@@ -68,7 +68,8 @@ class Controller:
         while is_held(run_dir) and time.monotonic() < until and self._signal is None:
             time.sleep(_PAUSE)
         log.info("%s: %s", job.name, "goes on" if run_dir.exists() else "begins")
-        arguments = [*job.arguments, f"run.dir={run_dir}", "trainer.resume=auto"]
+        group = f"logger.group={self.store.folder.name}"  # unless the sweep itself gives one
+        arguments = [group, *job.arguments, f"run.dir={run_dir}", "trainer.resume=auto"]
         running = self.launcher.start(arguments, self.store.log(job))
         self._at_work.append(_Started(job, running, time.monotonic()))
 

@@ -16,12 +16,12 @@ from mlxft.errors import GuardStop, Interrupted
 from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.memory import StepMemory, memory_guard
-from mlxft.training.metrics import MetricsFile
 from mlxft.training.non_finite import first_non_finite
 from mlxft.training.objectives.common import Row
 from mlxft.training.optimizer import learning_rate
 from mlxft.training.signals import StopRequest
 from mlxft.training.step import Stepper, WindowGradient
+from mlxft.training.trackers import Tracked
 from mlxft.training.windows import Windows
 
 log = logging.getLogger("mlxft")
@@ -69,7 +69,7 @@ class Loop:
     stepper: Stepper
     windows: Windows
     total_steps: int
-    metrics: MetricsFile
+    metrics: Tracked
     store: CheckpointStore
     screen: Screen
     stop: StopRequest

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from omegaconf import MISSING
 
 from mlxft.config.keys import flatten, keys_of
-from mlxft.config.schema import Config
+from mlxft.config.schema import Config, LoggerConfig
 from mlxft.errors import InputError
 from mlxft.models.fingerprint import CONFIG
 from mlxft.models.lora import DEFAULT_RANK, AdapterReport
@@ -87,6 +87,7 @@ _WITHOUT_EFFECT = (
     "trainer.memory_limit",
     "trainer.samples",
     "adapter.any_base",
+    *(f"logger.{item.name}" for item in fields(LoggerConfig)),
 )
 
 

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ from mlxft.training.samples import answer_all, read_samples, show_samples
 from mlxft.training.screen import lasting_output, open_screen
 from mlxft.training.signals import stop_on_signals
 from mlxft.training.step import Stepper
+from mlxft.training.trackers import Tracked, check, tracked
 from mlxft.training.validation import fixed_batches, validate
 
 log = logging.getLogger("mlxft")
@@ -110,6 +112,7 @@ class _Run:
         self.config = config
         self.start = start
         self.run_dir = start.run_dir
+        check(config.logger)
         folder = resolve(config.model.path, config.model.revision)
         reference_folder = model_folder(config, folder)  # one that is missing is told before anything is read
         self.weights = digests_of_files(config, folder, reference_folder)
@@ -152,7 +155,7 @@ class _Run:
                 self._try_longest(stepper)
             self.before = self._samples_before()
             self._write_identity()
-            metrics = files.enter_context(closing(MetricsFile(self._metrics_path(), self.start.step)))
+            metrics = files.enter_context(self._metrics())
             with stop_on_signals() as stop, open_screen(self.start.step, self.total_steps) as screen:
                 stepper.should_stop = stop
                 status = self._loop(stepper, metrics, screen, stop).run()
@@ -258,7 +261,7 @@ class _Run:
         order = PackedOrder([row.num_tokens for row in rows], data.batch_tokens, shuffle=False, seed=0)
         return [[rows[place] for place in batch] for batch in order.epoch(0)]
 
-    def _loop(self, stepper: Stepper, metrics: MetricsFile, screen, stop) -> Loop:
+    def _loop(self, stepper: Stepper, metrics: Tracked, screen, stop) -> Loop:
         best = BestAdapter(self.run_dir, self._write_adapter)
         best.restore(self.progress.best_step, self.start.from_run)
         check = None
@@ -298,6 +301,13 @@ class _Run:
         write_whole(self.run_dir / "environment.json", as_json(environment.describe()))
         write_whole(self.run_dir / _SAMPLES, as_json(self.before))
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # the run goes on: it has not ended yet
+
+    @contextmanager
+    def _metrics(self) -> Iterator[Tracked]:
+        name = self.start.run_dir.parent.name
+        with closing(MetricsFile(self._metrics_path(), self.start.step)) as file:
+            with tracked(file, asdict(self.config), self.run_dir, name, self.start.step) as metrics:
+                yield metrics
 
     def _metrics_path(self) -> Path:
         """Returns where the lines go, with those of the run that is continued elsewhere in place."""
