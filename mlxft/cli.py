@@ -458,6 +458,24 @@ usage: mlxft recipes [NAME | copy NAME]
 Lists the recipes, shows one, or copies one to ./recipes, where +recipe=NAME finds it before mlxft's own."""
 
 
+def _runs_help() -> str:
+    return """\
+usage: mlxft runs [--json] [FOLDER ...] [sort=KEY] [KEY=VALUE ...]
+       mlxft runs compare [--json] RUN RUN ...
+       mlxft runs delete [--yes] RUN ...
+
+Lists the runs in runs/, or in folders; compares some: what they were configured with that differs, and what
+came of it; deletes some, or whole sweeps, if no process is in them and no other run needs them.
+
+  mlxft runs sort=best_loss                            -best_loss: the largest first
+  mlxft runs runs/orpo status=completed optimizer.lr<=1e-4
+  mlxft runs compare runs/orpo/TIME runs/simpo/TIME
+  mlxft runs delete runs/orpo/TIME
+
+KEY is any key of a run's configuration, or of its results: status (running, completed, early_stopped,
+unfinished), steps, loss, best_loss, seconds, tokens_per_s, peak_bytes, started, bytes."""
+
+
 def _migrate_help() -> str:
     return """\
 usage: mlxft migrate FILE
@@ -493,6 +511,7 @@ COMMANDS = {
     "serve": Command("a model for OpenAI's clients", _serve_help, _main_of("mlxft.serving.command")),
     "preview": Command("what training will see of the rows", _preview_help, _main_of("mlxft.data.preview")),
     "plan": Command("memory and time a run will take", _plan_help, _main_of("mlxft.planning.command")),
+    "runs": Command("list, compare or delete runs", _runs_help, _main_of("mlxft.runs.command")),
     "recipes": Command("list, show or copy the recipes", _recipes_help, _recipes),
     "migrate": Command(
         "an mlx-lm configuration as a recipe", _migrate_help, _main_of("mlxft.config.migrate")

@@ -12,7 +12,8 @@ from mlxft.errors import Interrupted
 from mlxft.sweeps.grid import Job
 from mlxft.sweeps.launch import Launcher, Running
 from mlxft.sweeps.search import Search
-from mlxft.sweeps.store import Result, Store, is_held
+from mlxft.sweeps.store import Result, Store
+from mlxft.training.folder import is_taken
 from mlxft.training.signals import SIGNALS
 
 log = logging.getLogger("mlxft")
@@ -65,7 +66,7 @@ class Controller:
     def _start(self, job: Job) -> None:
         run_dir = self.store.run_dir(job)
         until = time.monotonic() + _WAITED
-        while is_held(run_dir) and time.monotonic() < until and self._signal is None:
+        while is_taken(run_dir) and time.monotonic() < until and self._signal is None:
             time.sleep(_PAUSE)
         log.info("%s: %s", job.name, "goes on" if run_dir.exists() else "begins")
         group = f"logger.group={self.store.folder.name}"  # unless the sweep itself gives one

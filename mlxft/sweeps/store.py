@@ -20,7 +20,7 @@ from mlxft.sweeps.grid import Job
 from mlxft.training.disk import as_json, disk_guard, write_whole
 
 ROOT = Path("runs") / "sweeps"
-_SWEEP, _RESULTS, _LOCK, LOGS = "sweep.json", "results.json", ".lock", "logs"
+SWEEP, _RESULTS, _LOCK, LOGS = "sweep.json", "results.json", ".lock", "logs"
 _LAST_LINES = 6  # of a failed job's output
 
 
@@ -92,7 +92,7 @@ class Store:
         return result
 
     def _write(self) -> None:
-        write_whole(self.folder / _SWEEP, as_json(self.sweep))
+        write_whole(self.folder / SWEEP, as_json(self.sweep))
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def new(folder: Optional[Path], name: str, sweep: dict[str, Any]):
         while folder.exists():
             number += 1
             folder = stem.with_name(f"{stem.name}-{number}")
-    elif (folder / _SWEEP).exists():
+    elif (folder / SWEEP).exists():
         raise InputError(f"sweep.dir={folder} holds a sweep; sweep.resume={folder} continues it")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"sweep.dir={folder} is not empty. Give a folder that is new")
@@ -118,18 +118,18 @@ def new(folder: Optional[Path], name: str, sweep: dict[str, Any]):
 @contextmanager
 def existing(folder: Path):
     """Gives the `Store` of a sweep that was begun. Raises: InputError if there is none, or it is at work."""
-    if not (folder / _SWEEP).is_file():
-        raise InputError(f"sweep.resume={folder}: there is no sweep (it would have a {_SWEEP})")
+    if not (folder / SWEEP).is_file():
+        raise InputError(f"sweep.resume={folder}: there is no sweep (it would have a {SWEEP})")
     with _locked(folder):
         results = {}
         if (folder / _RESULTS).exists():
             results = {name: Result(**each) for name, each in _read(folder / _RESULTS).items()}
-        yield Store(folder, _read(folder / _SWEEP), results)
+        yield Store(folder, _read(folder / SWEEP), results)
 
 
 def newest(arguments: list[str]) -> Optional[Path]:
     """Returns the folder of the newest sweep of these arguments, or of any if there are none."""
-    files = sorted(ROOT.glob(f"*/*/{_SWEEP}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    files = sorted(ROOT.glob(f"*/*/{SWEEP}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in files:
         if not arguments or _read(path)["arguments"] == arguments:
             return path.parent
@@ -160,7 +160,7 @@ def _locked(folder: Path):
         try:
             yield
         finally:
-            if not (folder / _SWEEP).exists():  # it never began
+            if not (folder / SWEEP).exists():  # it never began
                 (folder / _LOCK).unlink()
                 for made in new_folders:
                     made.rmdir()
@@ -213,15 +213,3 @@ def _end_of(log: Path) -> str:
         if line.startswith("mlxft: ") and len(lines) - start <= 2 * _LAST_LINES:
             return "\n".join(lines[start:])
     return "\n".join(lines[-_LAST_LINES:])
-
-
-def is_held(run_dir: Path) -> bool:
-    """Tells whether a process trains in the folder now."""
-    try:
-        with open(run_dir / _LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -152,7 +152,7 @@ def _refuse_what_is_no_runs(given: Path) -> None:
     except OSError:  # not there yet, or nothing that can be: making it tells which
         return
     # A lock alone is not enough: another program may name a file so, and a run has more to show by then.
-    if names and not (_is_a_runs(given) and (_holds_a_run(given) or _is_taken(given))):
+    if names and not (_is_a_runs(given) and (_holds_a_run(given) or is_taken(given))):
         what = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise InputError(
             f"run.dir={given} is not the folder of a run: it holds {what}. Nothing was written there. Give a "
@@ -245,7 +245,7 @@ def _checkpoint_at(path: Path) -> Checkpoint:
         )
     is_run = _is_a_runs(path) or (path / CONFIG).exists() or (path / "checkpoints").is_dir()
     checkpoint = CheckpointStore(path).latest() if is_run else read(path)
-    if checkpoint is None and _is_taken(path):
+    if checkpoint is None and is_taken(path):
         raise InputError(
             f"trainer.resume={path}: a process trains in this run now, and there is no checkpoint yet. Wait "
             "for its first one"
@@ -347,7 +347,7 @@ def _lock(file: Any, run_dir: Path) -> None:
     raise _Taken(f"another process trains in {run_dir} now. Wait for it, or choose another run.dir")
 
 
-def _is_taken(run_dir: Path) -> bool:
+def is_taken(run_dir: Path) -> bool:
     """Tells whether a process holds the run's lock; for a moment it is asked for, and dropped at once."""
     try:
         with open(run_dir / LOCK) as file:

@@ -1,0 +1,1 @@
+"""`mlxft runs`: what lies in runs/, side by side, and what may go."""
