@@ -1,6 +1,7 @@
 """The forms that an adapter is exported in, each from the trained model to a folder and back."""
 
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from mlxft.models.whole_modules import type_of, whole_paths
 _MORE_DIGITS = "dtype=float32 rounds nothing"
 
 
-class Form:
+class Form(ABC):
     """What all forms share. base: the model's folder. out: the folder that is written into.
 
     trained: what was trained, in a line. file: the one that matters to whoever loads it. remedy: what to do
@@ -60,6 +61,7 @@ class Form:
 
     def write(self) -> None:
         """Writes into `out`. Raises: InputError for what the form has no word for."""
+        return  # some are written when they begin, from the model itself
 
     def changes(self, stored: nn.Module) -> Changes:
         """Returns what the adapters change of the model `stored`."""
@@ -71,9 +73,9 @@ class Form:
             add_new_tokens(stored, self.words.new)
         return in_tables(changes_of(start_of(stored, adapter.init_from, adapter.init_weights)), stored)
 
+    @abstractmethod
     def load_back(self) -> nn.Module:
         """Returns a model that computes what lies in `out`."""
-        raise NotImplementedError
 
     def lines(self) -> list[tuple[str, str]]:
         """Returns what is to be said of it, as (name, value)."""

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -118,7 +119,7 @@ async def _respond(kind: "_Kind", answers: Answers, http: HttpRequest) -> Respon
         answers.close()
 
 
-class _Kind:
+class _Kind(ABC):
     """What the two endpoints have in common: choices are gathered, or shown piece by piece."""
 
     object = chunk_object = prefix = ""
@@ -186,14 +187,17 @@ class _Kind:
     def piece(self, token: int) -> str:
         return self.served.tokenizer.decode([token])
 
+    @abstractmethod
     def first_chunks(self) -> list[dict]:
-        raise NotImplementedError
+        """Returns the choices of the chunks that come before any token."""
 
+    @abstractmethod
     def chunks(self, number: int, event: Piece | End, taken: tuple[Said, list[Token]]) -> list[dict]:
-        raise NotImplementedError
+        """Returns the choices of the chunks that an event makes. taken: what it says and its tokens."""
 
+    @abstractmethod
     def choice(self, number: int, gathered: _Gathered) -> dict[str, Any]:
-        raise NotImplementedError
+        """Returns a choice of a whole answer."""
 
 
 class _Chat(_Kind):
