@@ -173,13 +173,14 @@ class SegmentedGradient:
 
     def _head_in_chunks(self, outside: Arrays, state: State, inputs, chunk: int):
         """The same, chunks of targets evaluated one by one: no more than one chunk's logits exist."""
-        names, count = list(outside), len(outside)
+        names = [name for name in outside if not name.startswith(f"{self._head_path}.")]
+        count = len(names)
 
         def rows_of(*arrays):
             self.view.model.update(tree_unflatten(list(zip(names, arrays[:count], strict=True))))
             return [target_rows(self.view.finish(arrays[count:]), inputs)]
 
-        given = [*outside.values(), *state]
+        given = [*(outside[name] for name in names), *state]
         rows = rows_of(*given)[0]
         mx.eval(rows)
         head, targets = trained_head(self.view), inputs["targets"]
