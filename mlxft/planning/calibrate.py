@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,13 +34,16 @@ _SURELY = 1.2  # times the length from which on attention is in blocks
 _MOST_ROWS = 4  # of a probe: more cost as much each
 _LONGEST_WINDOW = {"cpu": 512, "metal": 4096, "cuda": 4096}  # that probes are made longer for
 _LAYER_VOCABULARY = 61  # small, for the head is not to count. No other axis is likely to be as long.
-# Of heads: tokens, and the larger vocabulary over the hidden width. Logits have to be what takes most memory,
-# as they do in real ones.
-_HEAD_TOKENS, _HEAD_RATIO = (16, 32), 32
+# Of heads: the fewest tokens, and the larger vocabulary over the hidden width. Logits have to be what takes
+# most memory, as they do in real ones.
+_HEAD_TOKENS, _HEAD_RATIO = 16, 32
 _SMALLEST_VOCABULARY = 1000
-# Small heads are measured again, and the largest peak is that of larger ones: MLX runs less far ahead.
-_HEAD_REPEATS, _QUICK_S = 3, 0.02
-MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them alive, not more
+# Of logits. A CPU is done with smaller ones before MLX has begun the next: fewer of them are alive at once.
+_HEAD_BYTES = 2**20
+_HEAD_REPEATS = 3  # how far MLX is ahead varies by an array: the largest peak counts
+# Of a trained head, or its gradient would hide what few logits take. The rest is in proportion to the width.
+_TRAINED_WIDTH = 64
+_MOST_CHUNKS = 4  # of the head: a backend that runs ahead has a few of them alive, not more
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,11 @@ class Calibration:
     group adds to a step's peak. working: by kind and length, bytes beside those. joined: by length, those of
     one segment of all `layers`. seconds: by kind and length, of a step of these. Where any layer has
     halves, HALVES is such a kind, and of_half has, by half and length, the bytes that the backward of one
-    takes, of all positions at once, and what a step has "beside" the larger one. head: by kind, for 1 to
-    MOST_CHUNKS chunks, bytes a logit at once, a supervised token, a token of the vocabulary. head_seconds:
-    of a logit, over the hidden width. update: bytes that an optimiser's update of a few layers takes beside
-    what was there; of many it takes no more, array by array.
+    takes, of all positions at once, and what a step has "beside" the larger one. head: by kind, for 1 chunk,
+    2, and so on to the most that make a difference, bytes a logit at once, a supervised token, a token of the
+    vocabulary; a trained head's gradient is among them. head_seconds: of a logit, over the hidden width.
+    update: bytes that an optimiser's update of a few layers takes beside what was there; of many it takes no
+    more, array by array.
     """
 
     rows: int
@@ -180,14 +184,11 @@ class _Probes:
         for kind in kinds:
             cost, update = self._step(self.base, self._plan(kind), length)
             found.update, found.seconds[kind] = max(found.update, update), cost.seconds
-            base = self._base_of(kind)
-            if len(base) > len(self.base):
-                cost, _ = self._step(base, self._plan(kind), length)
-            if kind in ("segmented", HALVES):
-                added = [float(entering * group.is_walked) for group in groups]
+            if kind == "whole":
+                added = [self._added(group, length, cost) for group in groups]
             else:
-                added = [self._added(base, group, kind, length, cost) for group in groups]
-            own = sum(each * _number_in(group, base) for each, group in zip(added, groups, strict=True))
+                added = [float(entering * group.is_walked) for group in groups]
+            own = sum(each * _number_in(group, self.base) for each, group in zip(added, groups, strict=True))
             found.kept[kind] = added
             found.working[kind] = max(cost.num_bytes - own, 0.0)
         # A segment with another one below it, to which it hands a gradient on.
@@ -212,14 +213,6 @@ class _Probes:
         larger = max(attention, mlp * mlp_tokens(self.config, length) / length)
         return {"attention": attention, "mlp": mlp, "beside": max(together - larger, 0.0)}
 
-    def _base_of(self, kind: str) -> list[int]:
-        """Returns the layers whose memory, beside that of one more, tells the memory of all."""
-        if kind != "checkpoint":
-            return self.base
-        # Which computes some layers again at a time, and no more of them where there are more.
-        further = [self._next_to(self.base, group) for group in self.shape.groups]
-        return [*self.base, *(index for index in further if index is not None)]
-
     def _plan(self, kind: str) -> GradientPlan:
         if kind == HALVES:
             return GradientPlan("segmented", 1, self.in_flight, halves=True)
@@ -230,48 +223,66 @@ class _Probes:
         repeat = 1 if backend() == "cpu" else 3  # a GPU compiles first
         return self.model.step(plan, self.rows, length, repeat)
 
-    def _added(self, base: Sequence[int], group: LayerGroup, kind: str, length: int, cost: Cost) -> float:
-        """Returns the bytes that one more layer of a group adds to the cost of a base; 0 for one with all."""
-        more = self._next_to(base, group)
+    def _added(self, group: LayerGroup, length: int, cost: Cost) -> float:
+        """Returns the bytes that one more layer of a group adds to a whole step; 0 for one with all."""
+        more = next((index for index in group.indices if index not in self.base), None)
         if more is None:
             return 0.0
-        self.model.choose([*base, more])
-        larger, _ = self.model.step(self._plan(kind), self.rows, length)
+        self.model.choose([*self.base, more])
+        larger, _ = self.model.step(self._plan("whole"), self.rows, length)
         return max(larger.num_bytes - cost.num_bytes, 0.0)
-
-    def _next_to(self, base: Sequence[int], group: LayerGroup) -> Optional[int]:
-        """Returns a layer of the group that is not among those of a base."""
-        return next((index for index in group.indices if index not in base), None)
 
     def _head(self) -> tuple[dict[str, list[list[float]]], float]:
         """Returns what `Calibration.head` says, and the seconds of a product."""
-        if self.config.adapter.kind == "full":
-            self.shape.view.head_module.freeze()  # its gradient would hide what few logits take
-        small, large = _HEAD_TOKENS
-        many = max(min(self.shape.vocabulary, _HEAD_RATIO * self.shape.width), _SMALLEST_VOCABULARY)
-        few, many = self.model.unlike_any_axis(many // 2), self.model.unlike_any_axis(many)
-        costs: dict[tuple, Cost] = {}
-        for vocabulary, tokens in ((few, small), (few, large), (many, small)):
-            self.model.cut(vocabulary)
-            for chunks in range(1, MOST_CHUNKS + 1):
-                chunk = tokens if chunks > 1 else None
-                for kind, head in (("whole", self.model.head), ("segmented", self.model.segmented_head)):
-                    runs = [head(tokens * chunks, chunk)]
-                    while runs[-1].seconds < _QUICK_S and len(runs) < _HEAD_REPEATS:
-                        runs.append(head(tokens * chunks, chunk))
-                    most, fastest = max(run.num_bytes for run in runs), min(run.seconds for run in runs)
-                    costs[kind, chunks, tokens, vocabulary] = Cost(most, fastest)
-        figures: dict[str, list[list[float]]] = {kind: [] for kind in ("whole", "segmented")}
-        for kind, of_kind in figures.items():
-            for chunks in range(1, MOST_CHUNKS + 1):
-                # bytes = logit x tokens x vocabulary + token x tokens x chunks + word x vocabulary
-                one = costs[kind, chunks, small, few].num_bytes
-                by_token = (costs[kind, chunks, large, few].num_bytes - one) / (large - small)
-                by_word = (costs[kind, chunks, small, many].num_bytes - one) / (many - few)
-                logit = (by_token * small + by_word * few - one) / (small * few)
-                of_kind.append([logit, (by_token - logit * few) / chunks, by_word - logit * small])
-        products = large * MOST_CHUNKS * few * self.shape.width
-        return figures, costs["whole", MOST_CHUNKS, large, few].seconds / products
+        shape, model = self.shape, self.model
+        is_whole = shape.trained_head_bytes >= shape.vocabulary * shape.width * shape.item_bytes
+        model.freeze_all_but_head()
+        width = min(shape.width, _TRAINED_WIDTH) if is_whole else shape.width
+        many = max(min(shape.vocabulary, _HEAD_RATIO * width), _SMALLEST_VOCABULARY)
+        few, many = model.unlike_any_axis(many // 2), model.unlike_any_axis(many)
+        small = max(_HEAD_TOKENS, -(-_HEAD_BYTES // (4 * few)))
+        sizes = (few, small), (few, 2 * small), (many, small)
+        costs: dict[str, list[list[float]]] = {"whole": [], "segmented": []}
+        for vocabulary, tokens in sizes:
+            model.cut(vocabulary, width)
+            costs["whole"].append([_most(model.head, tokens, n) for n in range(1, _MOST_CHUNKS + 1)])
+            # Which waits for each chunk: more of them take no more.
+            costs["segmented"].append([_most(model.segmented_head, tokens, n) for n in (1, 2)])
+        figures = {
+            kind: [
+                _head_figures(sizes, by_size, chunks, shape.width / width)
+                for chunks, by_size in enumerate(zip(*of_kind, strict=True), 1)
+            ]
+            for kind, of_kind in costs.items()
+        }
+        shape.view.head_module.freeze()
+        model.cut(few, shape.width)
+        seconds = min(model.head(small * _MOST_CHUNKS, small).seconds for _ in range(_HEAD_REPEATS))
+        return figures, seconds / (small * _MOST_CHUNKS * few * shape.width)
+
+
+def _most(head: Callable[[int, Optional[int]], Cost], tokens: int, chunks: int) -> float:
+    """Returns the most bytes that a head took, of several times."""
+    return max(head(tokens * chunks, tokens if chunks > 1 else None).num_bytes for _ in range(_HEAD_REPEATS))
+
+
+def _head_figures(
+    sizes: Sequence[tuple[int, int]], costs: Sequence[float], chunks: int, wider: float
+) -> list[float]:
+    """Returns one of `Calibration.head` from costs of (vocabulary, tokens of a chunk): few and small, the
+    same with more tokens, the same with more words. wider: how much the model is than what was measured.
+
+        bytes = logit x tokens x vocabulary + token x tokens x chunks + word x vocabulary
+    """
+    (few, small), (_, large), (many, _) = sizes
+    one, with_tokens, with_words = costs
+    by_token, by_word = (with_tokens - one) / (large - small), (with_words - one) / (many - few)
+    logit = (by_token * small + by_word * few - one) / (small * few)
+    # Of one more array alive by chance the difference makes several.
+    every = (cost / (tokens * vocabulary) for (vocabulary, tokens), cost in zip(sizes, costs, strict=True))
+    logit = min(logit, *every)
+    token, word = (by_token - logit * few) / chunks, by_word - logit * small
+    return [logit, wider * max(token, 0.0), wider * max(word, 0.0)]
 
 
 def _key(config: Config, shape: ModelShape, rows: int, lengths: tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from mlxft.config.choices import LOSS_KEYS
 from mlxft.config.schema import Config
 from mlxft.models.new_rows import NewRows
-from mlxft.planning.calibrate import HALVES, MOST_CHUNKS, Calibration, mlp_tokens
+from mlxft.planning.calibrate import HALVES, Calibration, mlp_tokens
 from mlxft.planning.shape import LayerGroup, ModelShape
 from mlxft.planning.workload import Workload
 from mlxft.segmented.plan import GradientPlan
@@ -21,7 +21,6 @@ from mlxft.training.reference import is_the_start
 
 _LEAST_SLOPE, _MOST_SLOPE = 0.6, 1.15  # of figures over their length, beyond what was probed
 _UPDATED_AT_ONCE = 4  # of the largest array: itself, the new one and its two moments
-_LOGIT_BYTES = 4
 _MOST_SHARE = 3 / 4  # of a figure, that is thought to be scores
 
 
@@ -165,13 +164,8 @@ class Predictor:
         chunks = -(-wanted.targets // at_once)
         vocabulary = self.shape.vocabulary
         of_kind = self.calibration.head["segmented" if plan.kind == "segmented" else "whole"]
-        logit, token, word = of_kind[min(chunks, MOST_CHUNKS) - 1]
-        logits = max(logit * at_once * vocabulary + token * wanted.targets + word * vocabulary, 0.0)
-        # Of a trained head each chunk has a gradient, added to the sum of those before it. While it is
-        # computed one of three arrays of logits is alive.
-        gradient = self.shape.trained_head_bytes
-        more = max(gradient - 2 * _LOGIT_BYTES * at_once * vocabulary, 0.0)
-        return logits + gradient * min(chunks, 2) + more
+        logit, token, word = of_kind[min(chunks, len(of_kind)) - 1]
+        return logit * at_once * vocabulary + token * wanted.targets + word * vocabulary
 
     def _seconds(self, plan: GradientPlan, wanted: Workload) -> float:
         """Returns the seconds of a step."""

@@ -72,7 +72,7 @@ class ProbeModel:
         self.view: DecoderView = shape.view
         self._layers = list(self.view.layers)
         self._windows = list(self.view.windows())
-        self.vocabulary = shape.vocabulary
+        self.vocabulary, self.width = shape.vocabulary, shape.width
         self._filled: set[int] = set()
         self.choose([])
 
@@ -84,18 +84,29 @@ class ProbeModel:
         self.view.decoder.layers = [self._layers[index] for index in sorted(indices)]
         self.view._windows = [self._windows[index] for index in sorted(indices)]
 
-    def cut(self, vocabulary: int) -> None:
-        """Gives everything outside of the layers random arrays, the vocabulary cut to that many tokens."""
+    def cut(self, vocabulary: int, width: int = 0) -> None:
+        """Gives everything outside of the layers random arrays, the vocabulary cut to that many tokens.
+
+        width: that of the hidden states that the head reads; 0: as it is.
+        """
         inside = {id(module) for layer in self._layers for module in layer.modules()}
         outside = [module for module in self.view.model.modules() if id(module) not in inside]
-        sizes = {self.vocabulary: vocabulary}
+        width = width or self.width
+        sizes = {self.vocabulary: vocabulary, self.width: width}
         for module in outside:
             if isinstance(module, NewRows):  # the last of the cut vocabulary, as its table's end goes
                 sizes[module.table_size] = vocabulary - (self.vocabulary - module.table_size)
                 module.first = vocabulary - module.new_rows.shape[0]
         for module in outside:
             _fill_own(module, sizes)
-        self.vocabulary = vocabulary
+        self.vocabulary, self.width = vocabulary, width
+
+    def freeze_all_but_head(self) -> None:
+        """Makes the head train alone, if it does: gradients of other tables are as long as the vocabulary."""
+        of_head = {id(module) for module in self.view.head_module.modules()}
+        for module in self.view.model.modules():
+            if id(module) not in of_head:
+                module.freeze(recurse=False)
 
     def unlike_any_axis(self, size: int) -> int:
         """Returns the size, or the next that no axis of an array has: a vocabulary is told by its size.
@@ -142,7 +153,7 @@ class ProbeModel:
         plan = _head_plan(chunk)
         inputs = {"index": mx.arange(tokens), "targets": mx.zeros((tokens,), mx.int32)}
         inputs["weights"] = mx.full((tokens,), 1 / tokens)
-        hidden = mx.zeros((1, tokens, self.shape.width), _TYPES[self.shape.item_bytes])
+        hidden = mx.zeros((1, tokens, self.width), _TYPES[self.shape.item_bytes])
         trained = tree_map(lambda array: array, self.view.head_module.trainable_parameters())
 
         def loss(trained: Any, hidden: mx.array) -> mx.array:
@@ -181,13 +192,18 @@ class ProbeModel:
         """Returns the cost of the same where the backward is segmented: a model without layers."""
         self.choose([])
         objective = Sft(_head_plan(chunk), Arranger("padded", 1))
-        gradient = build(self.view, objective, GradientPlan("segmented"))
+        peaks: dict[str, int] = {}  # by phase: a head that is the embedding is at work in others too
+
+        def observe(phase: str, _: Any) -> None:
+            peaks[phase] = mx.get_peak_memory()
+
+        gradient = build(self.view, objective, GradientPlan("segmented"), observe=observe)
         batch = _rows(1, tokens, self.vocabulary, all_trained=True)
         prepared = objective.prepare(batch, objective.counts(batch))
         mx.eval(prepared.inputs)
         before, began = _begin(), time.perf_counter()
         mx.eval(gradient(self.view.model.trainable_parameters(), prepared.inputs, prepared.layout))
-        return Cost(mx.get_peak_memory() - before, time.perf_counter() - began)
+        return Cost(peaks["head"] - before, time.perf_counter() - began)
 
 
 def _head_plan(chunk: Optional[int]) -> HeadPlan:

@@ -11,6 +11,7 @@ from typing import Any, Callable, Optional, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxft.layouts.cache import TrainingCache
 from mlxft.layouts.noise import noisy
@@ -165,16 +166,32 @@ def _run_checkpointed(view: DecoderView, state: State, cache: TrainingCache) -> 
     lowest = view.lowest_trainable()
     state = view.run(state, 0, lowest, cache)
     for index in range(lowest, view.num_layers):
-        state = _checkpointed_layer(view, index, cache)(view.layers[index].trainable_parameters(), state)
+        state = _checkpointed_layer(view, index, cache, state)
     return state
 
 
-def _checkpointed_layer(view: DecoderView, index: int, cache: TrainingCache) -> Callable:
+def _checkpointed_layer(view: DecoderView, index: int, cache: TrainingCache, state: State) -> State:
+    """Returns the state after a layer that the backward runs again.
+
+    Left to itself the graph has several layers' recomputed arrays alive at a time, waiting for gradients
+    that nothing below asks for: the layers below are made to wait for all gradients of this one.
+    """
     layer: nn.Module = view.layers[index]
+    trained = tree_flatten(layer.trainable_parameters())
+    names = [name for name, _ in trained]
 
-    def run(params, state):
+    def run(*given):
         # The arrays come in as arguments: read from the module they would count as constants.
-        layer.update(params)
-        return view.run(tuple(state), index, index + 1, cache)
+        layer.update(tree_unflatten(list(zip(names, given, strict=False))))
+        return list(view.run(tuple(given[len(names) :]), index, index + 1, cache))
 
-    return mx.checkpoint(run)
+    checkpointed = mx.custom_function(run)
+
+    @checkpointed.vjp
+    def backward(given, d_state, _):
+        waiting = mx.depends(list(given), list(d_state))
+        gradients = mx.vjp(run, waiting, list(d_state))[1]
+        own, d_entering = gradients[: len(names)], gradients[len(names) :]
+        return [*own, *(mx.depends(d_entering, own) if own else d_entering)]
+
+    return tuple(checkpointed(*(array for _, array in trained), *state))

@@ -8,6 +8,7 @@ the whole backward. Layers below the first trained array are run forward once an
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -63,6 +64,8 @@ class SegmentedGradient:
         self._runner = SegmentRunner(compiled)
         names = {id(module): path for path, module in view.model.named_modules()}
         self._head_path = names[id(view.head_module)]
+        self._decoder_path = names[id(view.decoder)]
+        self._read_above = f"{self._head_path}.", f"{self._decoder_path}.{view.last_norm}."
         paths = [names[id(layer)] for layer in view.layers]
         self._below, self._walked = _segments(view, plan.segment_layers, paths)
         self._halves = _halves(view, self._walked, paths) if plan.halves else {}
@@ -79,7 +82,7 @@ class SegmentedGradient:
     def _walk(self, params: Any, inputs: dict[str, mx.array], cache: TrainingCache) -> Result:
         key = inputs.get("dropout_key")
         entering, state = self._forward(inputs, cache, key)
-        loss, metrics, d_state, gradients = self._head(self._outside(params), state, inputs)
+        loss, metrics, d_state, gradients = self._head(self._outside(params, self._is_above), state, inputs)
         del state
         waiting = _Waiting(self.in_flight)
         for segment in reversed(self._walked):
@@ -88,7 +91,8 @@ class SegmentedGradient:
             gradients |= own
             waiting.submit([own, d_state if entering or self.view.embedding_trains else []])
         if self.view.embedding_trains:
-            gradients = _added(gradients, self._embedding(self._outside(params), inputs, d_state))
+            outside = self._outside(params, self._is_below)
+            gradients = _added(gradients, self._embedding(outside, inputs, d_state))
         self._tell("backward", gradients)
         return loss, metrics, tree_map_with_path(lambda path, _: gradients[path], params)
 
@@ -113,10 +117,24 @@ class SegmentedGradient:
         d_state, d_own = self._runner.backward(attention, state, (mx.concatenate(parts, axis=1),), cache, key)
         return d_state, own | d_own
 
-    def _outside(self, params: Any) -> Arrays:
-        """Returns the trainable arrays that are in no layer."""
+    def _outside(self, params: Any, is_wanted: Callable[[str], bool]) -> Arrays:
+        """Returns the wanted ones of the trainable arrays that are in no layer.
+
+        Of one that its function does not read a gradient would be zeros, as many as there are words.
+        """
         inside = {name for segment in self._walked for name in segment.trained}
-        return {name: array for name, array in tree_flatten(params) if name not in inside}
+        return {
+            name: array for name, array in tree_flatten(params) if name not in inside and is_wanted(name)
+        }
+
+    def _is_above(self, name: str) -> bool:
+        """Returns whether what comes after the last layer may read the array."""
+        return name.startswith(self._read_above) or not name.startswith(f"{self._decoder_path}.")
+
+    def _is_below(self, name: str) -> bool:
+        """Returns whether what comes before the first layer may, which a head does that is the embedding."""
+        head, _ = self._read_above
+        return self.view.is_tied and name.startswith(head) or not name.startswith(self._read_above)
 
     def _forward(self, inputs: Arrays, cache: TrainingCache, key) -> tuple[list[State], State]:
         """Returns the states that enter the walked segments, and the last one."""
@@ -155,13 +173,14 @@ class SegmentedGradient:
 
     def _head_in_chunks(self, outside: Arrays, state: State, inputs, chunk: int):
         """The same, chunks of targets evaluated one by one: no more than one chunk's logits exist."""
-        names, count = list(outside), len(outside)
+        names = [name for name in outside if not name.startswith(f"{self._head_path}.")]
+        count = len(names)
 
         def rows_of(*arrays):
             self.view.model.update(tree_unflatten(list(zip(names, arrays[:count], strict=True))))
             return [target_rows(self.view.finish(arrays[count:]), inputs)]
 
-        given = [*outside.values(), *state]
+        given = [*(outside[name] for name in names), *state]
         rows = rows_of(*given)[0]
         mx.eval(rows)
         head, targets = trained_head(self.view), inputs["targets"]
@@ -234,4 +253,5 @@ class _Waiting:
 
 
 def _added(some: Arrays, more: Arrays) -> Arrays:
-    return some | {name: some[name] + array for name, array in more.items()}
+    both = {name: some[name] + array for name, array in more.items() if name in some}
+    return some | more | both

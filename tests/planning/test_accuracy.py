@@ -66,10 +66,20 @@ def test_so_is_that_of_rows_longer_than_any_probe(here):
     assert peak == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
 
 
-@pytest.mark.parametrize("how", ["whole", "segmented"])
+@pytest.mark.parametrize("how", ["whole", "checkpoint", "segmented"])
 def test_so_is_that_of_layers_of_two_kinds(how, windowed, data, here):
     peak = predicted(windowed, data, *PLANS[how]).peak_bytes
     assert peak == pytest.approx(measured(windowed, data, here / "run", *PLANS[how]), rel=0.2)
+
+
+def test_so_is_that_of_full_training_whose_head_takes_most_and_is_not_the_embedding(data, here):
+    """All 160 tokens at once; a gradient of 2,048 rows beside the logits, and later the embedding's."""
+    settings = {"num_hidden_layers": 2, "vocab_size": 2048, "tie_word_embeddings": False}
+    model = make_model(here / "model", "qwen3", **settings)
+    asked = [*PLANS["segmented"], "adapter=full"]
+    found = predicted(model, data, *asked)
+    assert found.head_bytes > found.working_bytes
+    assert found.peak_bytes == pytest.approx(measured(model, data, here / "run", *asked), rel=0.2)
 
 
 @pytest.mark.parametrize(
