@@ -107,7 +107,9 @@ def test_so_is_that_of_rows_longer_than_a_window_that_no_probe_has_seen(how, win
     rows = {length: write_token_rows(here / f"{length}.jsonl", [length + 1] * 2) for length in (60, 256)}
     found = surveyed(windowed_wide, rows[60], *PLANS[how])
     peak = found.planner.predictor(found.choice.plan, found.longest.at(256)).peak_bytes
-    assert peak == pytest.approx(measured(windowed_wide, rows[256], here / "run", *PLANS[how]), rel=0.2)
+    # On a busy machine MLX is now and then an array further ahead: the smaller peak of two is the step's.
+    peaks = [measured(windowed_wide, rows[256], here / f"run{n}", *PLANS[how]) for n in range(2)]
+    assert peak == pytest.approx(min(peaks), rel=0.2)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -164,10 +164,11 @@ class Terminal:
 
     def read_until(self, is_new: Callable[[str], bool]) -> list[str]:
         """Reads past the bars that were on their way when the terminal changed; returns two new ones."""
-        for _ in range(20):
-            if is_new(self.read(1)[0]):
+        for _ in range(30):
+            bars = self.read(2)
+            if all(map(is_new, bars)):
                 break
-        return self.read(2)
+        return bars
 
     def end(self) -> int:
         """Reads what is left and returns the exit code."""
