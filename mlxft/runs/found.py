@@ -15,7 +15,8 @@ from mlxft.config.keys import flatten, keys_of
 from mlxft.config.schema import Config
 from mlxft.errors import InputError
 from mlxft.sweeps.store import SWEEP
-from mlxft.training.folder import CONFIG, LOCK, ROOT, SUMMARY, is_taken
+from mlxft.training.folder import ROOT, SUMMARY
+from mlxft.training.hold import CONFIG, LOCK, is_taken
 
 SCHEMA = keys_of(Config)
 

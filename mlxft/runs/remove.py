@@ -9,7 +9,8 @@ from pathlib import Path
 from mlxft.errors import InputError
 from mlxft.runs.found import Run, find, read, sweep_of
 from mlxft.sweeps.store import SWEEP
-from mlxft.training.folder import LOCK, ROOT, is_taken
+from mlxft.training.folder import ROOT
+from mlxft.training.hold import LOCK, is_taken
 
 _NAMES_FOLDERS = ("adapter.init_from", "model.path", "loss.reference", "trainer.resume", "data.train")
 

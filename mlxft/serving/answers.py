@@ -9,7 +9,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mlxft.serving.engine import End, Engine, Event, Failure, Request
+from mlxft.serving.engine import Engine
+from mlxft.serving.requests import End, Event, Failure, Request
 
 
 class ClientLeft(Exception):

@@ -16,9 +16,9 @@ import mlxft
 from mlxft.errors import InputError
 from mlxft.serving import anthropic_api, openai_api, wire
 from mlxft.serving.answers import ClientLeft
-from mlxft.serving.engine import Refused
 from mlxft.serving.guards import ANTHROPIC_PATH, Guards, error_for
 from mlxft.serving.metrics import Metrics
+from mlxft.serving.requests import Refused
 from mlxft.serving.served import Served
 
 log = logging.getLogger("mlxft")

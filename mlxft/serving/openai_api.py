@@ -11,8 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from mlxft.serving.answers import Answers, EventStream, data, unless_left
-from mlxft.serving.engine import End, Failure, Piece, Refused, Request, Token
 from mlxft.serving.prompts import chat_tokens, text_tokens
+from mlxft.serving.requests import End, Failure, Piece, Refused, Request, Token
 from mlxft.serving.sampling import Sampling, seed_of
 from mlxft.serving.served import Served
 from mlxft.serving.text import AnswerParts, Said

@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 from jinja2 import TemplateError
 
-from mlxft.serving.engine import Refused
+from mlxft.serving.requests import Refused
 
 _RESERVED = (
     "messages",

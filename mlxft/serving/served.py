@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from mlxft.serving.engine import Engine, Refused
+from mlxft.serving.engine import Engine
+from mlxft.serving.requests import Refused
 
 BASE_NAMES = ("local", "default", "default_model")
 

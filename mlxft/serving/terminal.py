@@ -12,8 +12,9 @@ from mlxft.config.keys import nearest
 from mlxft.config.schema import ChatConfig
 from mlxft.errors import EXIT_DONE, InputError
 from mlxft.models.resolve import resolve
-from mlxft.serving.engine import Engine, Failure, Limits, Piece, Refused, Request, load_engine
+from mlxft.serving.engine import Engine, Limits, load_engine
 from mlxft.serving.prompts import chat_tokens
+from mlxft.serving.requests import Failure, Piece, Refused, Request
 from mlxft.serving.sampling import Sampling, seed_of
 from mlxft.serving.text import AnswerParts
 

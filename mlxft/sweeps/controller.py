@@ -13,7 +13,7 @@ from mlxft.sweeps.grid import Job
 from mlxft.sweeps.launch import Launcher, Running
 from mlxft.sweeps.search import Search
 from mlxft.sweeps.store import Result, Store
-from mlxft.training.folder import is_taken
+from mlxft.training.hold import is_taken
 from mlxft.training.signals import SIGNALS
 
 log = logging.getLogger("mlxft")

@@ -31,7 +31,8 @@ from mlxft.training import environment, objectives, optimizer, resume
 from mlxft.training.best import BestAdapter
 from mlxft.training.checkpoint import CheckpointStore
 from mlxft.training.disk import as_json, disk_guard, write_whole
-from mlxft.training.folder import CONFIG, Start, open_run
+from mlxft.training.folder import Start, open_run
+from mlxft.training.hold import CONFIG
 from mlxft.training.inputs import (
     check_steps,
     in_windows,

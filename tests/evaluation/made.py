@@ -1,5 +1,6 @@
 """What tests of evaluation share: a tiny model that speaks in letters, a random adapter."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,6 +9,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from mlxft.config.schema import AdapterConfig
+from mlxft.data.example import Example
 from mlxft.models import load
 from mlxft.models.adapters import save_adapter
 from mlxft.models.lora import apply_adapter
@@ -67,3 +69,20 @@ def merged(model_folder: Path, adapter_model: nn.Module) -> nn.Module:
             weight = plain[path].weight
             plain[path].weight = weight + module.scale * (module.lora_a @ module.lora_b).T
     return model
+
+
+def examples(rows):
+    for number, line in enumerate(rows.read_text().splitlines(), 1):
+        row = json.loads(line)
+        mask = np.array(row["completion_mask"], dtype=bool)
+        yield Example(np.array(row["input_ids"], dtype=np.int32), mask, f"{rows}:{number}")
+
+
+def alone(model, each):
+    """Returns (log p, whether every token is the likeliest) by the model's own forward."""
+    logits = model(mx.array(each.row)[None])[0, len(each.context) - 1 : -1]
+    logits = np.array(logits.astype(mx.float32), np.float64)
+    highest = logits.max(axis=-1, keepdims=True)
+    logps = logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
+    greedy = (logits.argmax(axis=-1) == each.tokens).all()
+    return logps[np.arange(len(each.tokens)), each.tokens].sum(), greedy

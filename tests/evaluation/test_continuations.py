@@ -12,6 +12,7 @@ from mlxft.models import load
 from mlxft.models.decoder import view
 from mlxft.training.objectives.common import HeadPlan
 from tests.devices import ON_CPU
+from tests.evaluation.made import alone
 from tests.tiny_models import make_model
 
 EXACT = 1e-4  # float32 against float64, sums of up to five tokens, other shapes than alone
@@ -31,16 +32,6 @@ def continuations():
     contexts = [np.concatenate([examples, drawn(random, 7 + number)]) for number in range(3)]
     contexts.append(drawn(random, 5))
     return [Continuation(context, drawn(random, number)) for context in contexts for number in (1, 1, 3, 5)]
-
-
-def alone(model, each):
-    """Returns (log p, whether every token is the likeliest) by the model's own forward."""
-    logits = model(mx.array(each.row)[None])[0, len(each.context) - 1 : -1]
-    logits = np.array(logits.astype(mx.float32), np.float64)
-    highest = logits.max(axis=-1, keepdims=True)
-    logps = logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
-    greedy = (logits.argmax(axis=-1) == each.tokens).all()
-    return logps[np.arange(len(each.tokens)), each.tokens].sum(), greedy
 
 
 @pytest.mark.parametrize("family", FAMILIES)

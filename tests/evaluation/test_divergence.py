@@ -12,8 +12,7 @@ from mlxft.evaluation.command import evaluate_config
 from mlxft.models import load
 from mlxft.models.adapters import load_adapter
 from mlxft.models.lora_linear import adapter_disabled
-from tests.evaluation.made import make_adapter
-from tests.evaluation.test_perplexity import examples
+from tests.evaluation.made import examples, make_adapter
 from tests.runs import write_rows, write_token_rows
 from tests.tiny_models import make_model
 

@@ -16,8 +16,8 @@ from mlxft.models import load
 from mlxft.models.adapters import load_adapter
 from mlxft.models.decoder import view
 from tests.command import environment, mlxft
+from tests.evaluation.made import alone as alone_of
 from tests.evaluation.made import make_adapter, make_speaker
-from tests.evaluation.test_continuations import alone as alone_of
 from tests.runs import write_rows
 
 WORDS = ["red", "green", "blue", "yellow-ish"]

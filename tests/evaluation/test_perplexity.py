@@ -24,7 +24,7 @@ from mlxft.training.objectives.sft import Sft
 from mlxft.training.validation import fixed_batches
 from tests.command import MLXFT, environment, mlxft
 from tests.devices import ON_CPU
-from tests.evaluation.made import make_adapter, merged
+from tests.evaluation.made import examples, make_adapter, merged
 from tests.runs import write_rows, write_token_rows
 from tests.tiny_models import END_ID, FAMILIES, make_model
 
@@ -45,13 +45,6 @@ def rows(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapter(folder, tmp_path_factory):
     return make_adapter(tmp_path_factory.mktemp("adapter"), folder)
-
-
-def examples(rows):
-    for number, line in enumerate(rows.read_text().splitlines(), 1):
-        row = json.loads(line)
-        mask = np.array(row["completion_mask"], dtype=bool)
-        yield Example(np.array(row["input_ids"], dtype=np.int32), mask, f"{rows}:{number}")
 
 
 def losses_of(model, tokens):

@@ -7,53 +7,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlxft.config.schema import AdapterConfig
 from mlxft.data.example import Example
 from mlxft.layouts.arrange import Arranger, Group
-from mlxft.models.decoder import view
-from mlxft.models.load import load
-from mlxft.models.lora import apply_adapter
 from mlxft.segmented.gradients import Gradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
-from tests.devices import SLACK
-from tests.gradients import added_up, difference
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_model
-
-# float32, sums in another order: rounding of the largest entry.
-CLOSE = 1e-5
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def made(request, tmp_path_factory):
-    """A decoder view of a tiny model with non-zero adapters; Gemma's windows of 8 are below the rows."""
-    folder = make_model(tmp_path_factory.mktemp("model"), request.param)
-    model, _ = load(str(folder), dtype="float32")
-    made = view(model)
-    apply_adapter(model, AdapterConfig(rank=4, dropout=0.3), seed=1)
-    fill_adapters(model)
-    return made
-
-
-def fill_adapters(model):
-    """B starts at zero, where half of all gradients are zero too."""
-    arrays = tree_flatten(model.trainable_parameters())
-    keys = mx.random.split(mx.random.key(5), len(arrays))
-    model.load_weights(
-        [
-            (name, 0.1 * mx.random.normal(array.shape, key=key))
-            for (name, array), key in zip(arrays, keys, strict=True)
-        ],
-        strict=False,
-    )
-
-
-def rows(lengths=(9, 23, 14, 3)) -> list[Example]:
-    random = np.random.default_rng(3)
-    return [
-        Example(random.integers(3, VOCAB_SIZE, n).astype(np.int32), np.arange(n) * 3 >= n, f"row {n}")
-        for n in lengths
-    ]
+from tests.devices import CLOSE, SLACK
+from tests.gradients import added_up, difference, fill_adapters, rows
 
 
 def window(made, batches, kind="whole", compiled=False, key=None, arranger=None):

@@ -19,7 +19,8 @@ from mlxft.training.objectives.common import HeadPlan, with_ref_logps
 from mlxft.training.objectives.preference import LossSettings
 from mlxft.training.objectives.unpaired import KtoSettings, mismatch
 from mlxft.training.reference import adapter_off
-from tests.invariance.test_batching import CLOSE, SLACK, fill_adapters, made  # noqa: F401 (a fixture)
+from tests.devices import CLOSE, SLACK
+from tests.gradients import fill_adapters
 from tests.tiny_models import VOCAB_SIZE, make_model
 
 
@@ -29,7 +30,7 @@ def pair(prompt, chosen, rejected, seed=0) -> Pair:
     return Pair(*tokens, np.ones(chosen, bool), np.ones(rejected, bool), "")
 
 
-def test_pieces_that_come_again_are_compiled_and_two_layouts_of_one_length_are_two_programs(made):  # noqa: F811
+def test_pieces_that_come_again_are_compiled_and_two_layouts_of_one_length_are_two_programs(made):
     """With only shapes as the key the second layout would silently get the first one's result."""
     settings = LossSettings(beta=0.1, nll_weight=1.0, nll_scope="full")
     objective = Orpo(HeadPlan(), Arranger("prefix_shared"), settings)
@@ -47,7 +48,7 @@ def test_pieces_that_come_again_are_compiled_and_two_layouts_of_one_length_are_t
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pair_of_one_answer_twice_is_never_counted_as_right(layout, made):  # noqa: F811
+def test_a_pair_of_one_answer_twice_is_never_counted_as_right(layout, made):
     """The head takes seven tokens at once: rounding makes either answer of four the likelier."""
     pairs = [pair(5, 4, 7, seed) for seed in range(40)]
     twice = [replace(p, rejected=p.chosen, rejected_mask=p.chosen_mask) for p in pairs]
@@ -63,7 +64,7 @@ def test_a_pair_of_one_answer_twice_is_never_counted_as_right(layout, made):  # 
     assert accuracy(pairs + twice) == pytest.approx(accuracy(pairs) / 2)
 
 
-def test_the_reference_switch_restores_every_layers_own_scale(made):  # noqa: F811
+def test_the_reference_switch_restores_every_layers_own_scale(made):
     layers = [module for module in made.model.modules() if hasattr(module, "lora_a")]
     pairs = [pair(13, 4, 9, seed=1), pair(6, 1, 5, seed=2)]
     for number, layer in enumerate(layers):

@@ -1,6 +1,5 @@
 """One step's loss and every gradient against TRL and PEFT (see README.md beside this file)."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
 from tests.devices import SLACK
 from tests.gradients import added_up
-
-HERE = Path(__file__).parent
-MODEL = HERE / "models" / "llama_untied"
+from tests.parity.kit import HERE, MODEL, compare, lora_name
 
 
 def reference() -> dict[str, np.ndarray]:
@@ -44,22 +41,6 @@ def loss_and_gradients(adapter: AdapterConfig, kind: str, chunk: int, batches: l
     prepared = [objective.prepare(batch, counts) for batch in batches]
     params = model.trainable_parameters()
     return added_up(gradient(params, each.inputs, each.layout) for each in prepared)
-
-
-def compare(gradients, data, prefix, name_of):
-    names = [key.removeprefix(prefix) for key in data if key.startswith(prefix)]
-    assert len(names) == len(gradients)
-    largest = max(np.abs(data[prefix + name]).max() for name in names)
-    for name in names:
-        ours, transposed = name_of(name)
-        expected = data[prefix + name].T if transposed else data[prefix + name]
-        assert np.abs(gradients[ours] - expected).max() / largest < 1e-5 * SLACK, name
-
-
-def lora_name(name: str) -> tuple[str, bool]:
-    """PEFT's `...q_proj.lora_A.weight` (r, in) is mlx-lm's `...q_proj.lora_a` (in, r)."""
-    name = name.removeprefix("base_model.model.")
-    return name.replace(".lora_A.weight", ".lora_a").replace(".lora_B.weight", ".lora_b"), True
 
 
 @pytest.mark.parametrize("kind", GRADIENTS[1:])

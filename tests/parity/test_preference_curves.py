@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.parity.kit import ADAPTER, HERE, MODEL, PLAIN, assert_equals_curve
 from tests.parity.pair_rows import pairs_of
-from tests.parity.test_curves import ADAPTER, HERE, MODEL, PLAIN, assert_equals_curve
 from tests.runs import metrics, train, write_rows
 
 

@@ -1,6 +1,5 @@
 """One step of DPO and ORPO against TRL and PEFT: loss, every gradient and metric, in every layout."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +16,10 @@ from mlxft.segmented.plan import GradientPlan
 from mlxft.training.objectives.common import HeadPlan, with_ref_logps
 from mlxft.training.objectives.preference import Dpo, LossSettings, Orpo
 from mlxft.training.reference import adapter_off
+from tests.devices import SLACK
+from tests.parity.kit import HERE, MODEL, compare, lora_name
 from tests.parity.pair_rows import pairs_of
-from tests.parity.test_gradients import MODEL, SLACK, compare, lora_name
 
-HERE = Path(__file__).parent
 OBJECTIVES = {
     "dpo": lambda head, arranger: Dpo(head, arranger, LossSettings(beta=0.1), adapter_off),
     "orpo": lambda head, arranger: Orpo(

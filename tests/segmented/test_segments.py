@@ -19,7 +19,8 @@ from mlxft.segmented.plan import GradientPlan
 from mlxft.segmented.segments import SegmentedGradient
 from mlxft.training.objectives.common import HeadPlan
 from mlxft.training.objectives.sft import Sft
-from tests.invariance.test_batching import CLOSE, SLACK, difference, fill_adapters, rows
+from tests.devices import CLOSE, SLACK
+from tests.gradients import difference, fill_adapters, rows
 from tests.tiny_models import FAMILIES, make_model, model_config, random_model
 
 

@@ -16,7 +16,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from mlxft.models import load
-from mlxft.serving.engine import Engine, Piece, Request
+from mlxft.serving.engine import Engine
+from mlxft.serving.requests import Piece, Request
 from tests.command import MLXFT, environment
 from tests.tiny_models import CHAT_TEMPLATE, make_model
 

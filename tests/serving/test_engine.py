@@ -13,7 +13,8 @@ from mlxft.evaluation.command import evaluate_config
 from mlxft.models import load
 from mlxft.models.adapters import load_adapter, save_adapter
 from mlxft.models.lora import apply_adapter
-from mlxft.serving.engine import Limits, Refused, Request, load_engine
+from mlxft.serving.engine import Limits, load_engine
+from mlxft.serving.requests import Refused, Request
 from mlxft.serving.sampling import Sampling
 from tests.evaluation.made import randomise
 from tests.serving.made import ask
