@@ -141,16 +141,17 @@ def test_what_is_said_to_fit_fits(model, data, here, between):
 
 
 def test_a_continued_run_keeps_its_plan_while_that_fits(model, data, here, between, caplog):
-    """Its first part ran in segments of two layers, near its limit; now there is room for everything."""
+    """Its first part computed layers again, near its limit; now there is room for everything."""
     asked = ["optimizer.lr=1e-2", "trainer.save_every=1"]
     train(model, data, here / "straight", *asked, "trainer.max_steps=2", "trainer.gradient=whole")
     train(model, data, here / "run", *asked, "trainer.max_steps=2", f"trainer.memory_limit={between[0]}")
     state = json.loads((here / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
-    assert state["gradient"]["kind"] == "segmented"
+    kind = state["gradient"]["kind"]
+    assert kind in ("checkpoint", "segmented")
     caplog.set_level(logging.INFO)
     more = ["trainer.max_steps=3", "trainer.resume=auto", "schedule=constant"]
     train(model, data, here / "run", *asked, *more)
-    assert "gradient: segmented" in caplog.text
+    assert f"gradient: {kind}" in caplog.text
     # On a CPU in float32 a plan changes no bit of what is trained.
     first = [line["loss"] for line in metrics(here / "run", "train")][:2]
     assert first == [line["loss"] for line in metrics(here / "straight", "train")]
