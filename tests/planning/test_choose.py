@@ -84,8 +84,7 @@ def test_a_limit_makes_auto_take_less_than_whole_and_a_line_says_so(model, data,
     others = mx.get_active_memory()  # of other tests' models, which they keep
     train(model, data, here / "run", "trainer.max_steps=1", f"trainer.memory_limit={between[0]}")
     said = next(line for line in caplog.messages if line.startswith("gradient: "))
-    assert said.startswith(("gradient: segmented", "gradient: checkpoint"))
-    assert f"of {written(between[0] * 1e9)}" in said
+    assert said.startswith("gradient: segmented") and f"of {written(between[0] * 1e9)}" in said
     peak = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[0])["peak_bytes"]
     assert peak - others < between[0] * 1e9
 
@@ -142,13 +141,13 @@ def test_what_is_said_to_fit_fits(model, data, here, between):
 
 
 def test_a_continued_run_keeps_its_plan_while_that_fits(model, data, here, between, caplog):
-    """Its first part ran in segments or checkpoints, near its limit; now there is room for everything."""
+    """Its first part computed layers again, near its limit; now there is room for everything."""
     asked = ["optimizer.lr=1e-2", "trainer.save_every=1"]
     train(model, data, here / "straight", *asked, "trainer.max_steps=2", "trainer.gradient=whole")
     train(model, data, here / "run", *asked, "trainer.max_steps=2", f"trainer.memory_limit={between[0]}")
     state = json.loads((here / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
     kind = state["gradient"]["kind"]
-    assert kind != "whole"
+    assert kind in ("checkpoint", "segmented")
     caplog.set_level(logging.INFO)
     more = ["trainer.max_steps=3", "trainer.resume=auto", "schedule=constant"]
     train(model, data, here / "run", *asked, *more)
