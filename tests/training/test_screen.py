@@ -143,6 +143,8 @@ class Terminal:
         self.resize(columns)
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         variables = environment(TERM="xterm-256color")
+        for name in ("COLUMNS", "LINES"):  # which go over the terminal's own; test workers have them
+            variables.pop(name, None)
         self.process = subprocess.Popen([*MLXFT, "train", *overrides], env=variables, **streams)
         os.close(theirs)
         self.shown = ""
