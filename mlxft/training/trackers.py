@@ -128,7 +128,12 @@ class _TensorBoard:
 
     def __init__(self, run_dir: Path, step: int):
         writer = _imported("tensorboardX", "tensorboard").SummaryWriter
-        self._writer = writer(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        # Files are named by the second: one that begins again within it would take the first one's place.
+        self._writer = writer(
+            str(run_dir / "tensorboard"),
+            purge_step=step + 1 if step else None,
+            filename_suffix=f".{step:09d}",
+        )
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Adds a point to each value's curve."""
